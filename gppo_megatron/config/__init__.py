@@ -1,0 +1,1 @@
+"""One YAML file -> frozen dataclasses, or one error that lists every problem."""

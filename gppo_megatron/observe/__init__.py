@@ -1,0 +1,1 @@
+"""Where metrics go: files, the console, TensorBoard, pictures."""

@@ -1,0 +1,1 @@
+"""The trainable policy: `api` says what the loop may know, `megatron` is the implementation."""

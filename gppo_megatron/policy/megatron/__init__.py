@@ -1,0 +1,1 @@
+"""The policy inside Megatron-Core; the only package that imports `megatron` or `torch.distributed`."""

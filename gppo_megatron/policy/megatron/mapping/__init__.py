@@ -1,0 +1,1 @@
+"""HF <-> Megatron parameter tables, one per model family, as pure tensor maps."""

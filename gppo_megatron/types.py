@@ -1,0 +1,159 @@
+"""The data that flows through a step. Suffix _T: one entry a token of a micro-batch, whole sequences end to end."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Protocol, Self, TypeVar
+
+import numpy as np
+import torch
+from gppo_verifiers.types import Task, Verdict
+from numpy.typing import NDArray
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A problem: its tokens, how to judge an answer, and the reference answer where one is known.
+
+    answer_ids: the reference response, end token included; empty where there is none.
+    """
+
+    id: str
+    token_ids: tuple[int, ...]
+    task: Task
+    answer_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            raise ValueError(f"prompt {self.id} has no tokens")
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """One sampled sequence, prompt included. All arrays have one length n.
+
+    token_ids: int64 [n].
+    sampler_logprobs: float32 [n], log-probability (nats) of token i under the policy that sampled it;
+        0 where the token was not sampled.
+    trainable: bool [n], tokens the policy sampled and may be trained on.
+    policy_versions: int64 [n], the policy version that sampled the token; -1 where none did.
+    finish: "stop" at an end token, "length" at the token limit.
+    """
+
+    token_ids: NDArray[np.int64]
+    sampler_logprobs: NDArray[np.float32]
+    trainable: NDArray[np.bool_]
+    policy_versions: NDArray[np.int64]
+    finish: str
+    verdict: Verdict
+
+    def __post_init__(self) -> None:
+        arrays = (self.sampler_logprobs, self.trainable, self.policy_versions)
+        if any(len(array) != len(self.token_ids) for array in arrays):
+            raise ValueError(f"trajectory arrays differ in length: {[len(self.token_ids), *map(len, arrays)]}")
+        if len(self.token_ids) and self.trainable[0]:
+            raise ValueError("a sequence's first token has no prediction and cannot be trainable")
+        if self.finish not in {"stop", "length"}:
+            raise ValueError(f"finish must be 'stop' or 'length', got {self.finish!r}")
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """All trajectories of one prompt: the unit of advantages and of filtering."""
+
+    prompt: Prompt
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def rewards(self) -> tuple[float | None, ...]:
+        """A reward a trajectory; None where the verifier failed, which is no reward at all."""
+        return tuple(trajectory.verdict.score for trajectory in self.trajectories)
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Whole sequences end to end. Position t holds what concerns the prediction of the token after t.
+
+    tokens_T, labels_T: int64 [T]; labels_T[t] is the next token of the same sequence (0 at its last position).
+    mask_T: bool [T], predictions that carry loss.
+    sampler_logprobs_T, anchor_logprobs_T, advantages_T: float32 [T], 0 outside the mask.
+    share_T: float32 [T], the prediction's share in the global mean (`objective.reduce`).
+    lengths: tokens of each sequence; their sum is T. A micro-batch is never empty: filler sequences have no mask.
+    """
+
+    tokens_T: torch.Tensor
+    labels_T: torch.Tensor
+    mask_T: torch.Tensor
+    sampler_logprobs_T: torch.Tensor
+    anchor_logprobs_T: torch.Tensor
+    advantages_T: torch.Tensor
+    share_T: torch.Tensor
+    lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        total = sum(self.lengths)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, torch.Tensor) and tuple(value.shape) != (total,):
+                raise ValueError(f"{field.name} has shape {tuple(value.shape)}, but the sequences hold {total} tokens")
+
+    def with_anchor(self, anchor_logprobs_T: torch.Tensor) -> Self:
+        """The same micro-batch with another anchor policy's log-probs."""
+        return replace(self, anchor_logprobs_T=torch.where(self.mask_T, anchor_logprobs_T, 0.0))
+
+
+@dataclass(frozen=True, eq=False)
+class TrainBatch:
+    """One optimizer step's data on this rank. Every data-parallel rank has the same number of micro-batches.
+
+    tokens, sequences: **global** counts of predictions with loss and of sequences that have one.
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    tokens: int
+    sequences: int
+
+
+class Team(Protocol):
+    """Some of the run's processes, in a fixed order, that exchange small Python values."""
+
+    @property
+    def rank(self) -> int:
+        """This process's place, 0 to size - 1."""
+        ...
+
+    @property
+    def size(self) -> int: ...
+
+    def gather(self, value: T) -> list[T]:
+        """Collective: every member's value, in order, to every member."""
+        ...
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The team of one process."""
+
+    rank: int = 0
+    size: int = 1
+
+    def gather(self, value: T) -> list[T]:
+        return [value]
+
+
+class Topology(Protocol):
+    """How the run's processes share the work.
+
+    world: all of them.
+    data: one member of each replica of the model, those with this process's place inside the replica.
+    replica: the processes that hold one copy of the model between them (tensor x pipeline).
+    """
+
+    @property
+    def world(self) -> Team: ...
+
+    @property
+    def data(self) -> Team: ...
+
+    @property
+    def replica(self) -> Team: ...

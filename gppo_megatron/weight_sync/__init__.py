@@ -1,0 +1,1 @@
+"""Carrying the policy's weights to the rollout engines."""

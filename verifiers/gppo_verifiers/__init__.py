@@ -1,0 +1,1 @@
+"""Verdicts on model answers; needs no torch."""
