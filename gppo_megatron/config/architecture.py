@@ -69,7 +69,7 @@ def hf_config_of_tiny(model: TinyModel) -> dict[str, Any]:
 
 
 def architecture_of(model: TinyModel | HfModel) -> Architecture:
-    """Read the architecture of a model that may not exist on disk yet. Raises ConfigError saying what is unsupported."""
+    """Read the architecture of a model that may not be on disk yet. Raises ConfigError for what is unsupported."""
     match model:
         case TinyModel():
             return parse_hf_config(hf_config_of_tiny(model), "model")
