@@ -77,6 +77,7 @@ class MicroBatch:
     tokens_T, labels_T: int64 [T]; labels_T[t] is the next token of the same sequence (0 at its last position).
     mask_T: bool [T], predictions that carry loss.
     sampler_logprobs_T, anchor_logprobs_T, advantages_T: float32 [T], 0 outside the mask.
+    policy_versions_T: int64 [T], the policy version that sampled the predicted token; -1 where none did.
     share_T: float32 [T], the prediction's share in the global mean (`objective.reduce`).
     lengths: tokens of each sequence; their sum is T. A micro-batch is never empty: filler sequences have no mask.
     """
@@ -87,6 +88,7 @@ class MicroBatch:
     sampler_logprobs_T: torch.Tensor
     anchor_logprobs_T: torch.Tensor
     advantages_T: torch.Tensor
+    policy_versions_T: torch.Tensor
     share_T: torch.Tensor
     lengths: tuple[int, ...]
 
@@ -128,6 +130,22 @@ class Team(Protocol):
     def gather(self, value: T) -> list[T]:
         """Collective: every member's value, in order, to every member."""
         ...
+
+
+def share_of(count: int, team: Team) -> range:
+    """Which of `count` things are this member's: one run of neighbours each, in the members' order, as even as can be.
+
+    Seven things for three members: 0-1, 2-3, 4-6.
+    """
+    return range(count * team.rank // team.size, count * (team.rank + 1) // team.size)
+
+
+def turns_of(count: int, team: Team) -> range:
+    """Which of `count` things are this member's when they are dealt out in turn: 0-3-6, 1-4 and 2-5 of seven.
+
+    A run of neighbours, dealt out, leaves every member an even part of that run.
+    """
+    return range(team.rank, count, team.size)
 
 
 @dataclass(frozen=True)

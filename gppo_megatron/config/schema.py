@@ -177,7 +177,10 @@ class Save:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run. `run` is the folder it writes; it must not exist yet. steps counts rollouts."""
+    """One run. `run` is the folder it writes; it must not exist yet. steps counts rollouts.
+
+    threads: CPU threads of each process; more than 1 slows small models down.
+    """
 
     run: str
     steps: int
@@ -187,6 +190,7 @@ class RunConfig:
     seed: int = 1
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
+    threads: int = 1
     parallel: Parallel = field(default_factory=Parallel)
     batch: Batch = field(default_factory=Batch)
     objective: Objective = field(default_factory=Objective)

@@ -1,0 +1,150 @@
+"""Checks that need more than one key, the model's architecture, or the machine. No torch."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from gppo_megatron.config.architecture import Architecture, architecture_of
+from gppo_megatron.config.bounds import problem_with
+from gppo_megatron.config.model_folder import folder_problems
+from gppo_megatron.config.problems import config_error
+from gppo_megatron.config.schema import HfModel, Optimizer, RunConfig, TinyModel
+from gppo_megatron.errors import ConfigError
+from gppo_megatron.objective.presets import PRESETS
+
+
+def check(config: RunConfig, source: str = "configuration") -> None:
+    """Raises one ConfigError, headed by `source`, that lists every reason why this run cannot work."""
+    problems = list(_bound_problems(config, ""))
+    if not problems:  # what follows divides by these numbers and looks these names up
+        problems = [*_batch_problems(config), *_schedule_problems(config), *_objective_problems(config)]
+        problems += _model_problems(config)
+    if problems:
+        raise config_error(source, problems)
+
+
+def check_run_folder(config: RunConfig) -> None:
+    """Raises ConfigError when the run's folder exists: nothing is ever overwritten or mixed."""
+    if Path(config.run).exists():
+        raise ConfigError(f"run folder {config.run} exists already; choose another `run:` or remove it")
+
+
+def check_world(config: RunConfig, world_size: int) -> None:
+    """Raises ConfigError unless `world_size`, the processes that were started, is what the run needs."""
+    needed = config.parallel.processes
+    if world_size != needed:
+        raise ConfigError(
+            f"this run needs parallel.tensor x pipeline x data = {needed} process{'es' * (needed > 1)}, "
+            f"but {world_size} {'were' if world_size > 1 else 'was'} started; start {needed}, or change parallel"
+        )
+
+
+def _bound_problems(section: Any, prefix: str) -> Iterator[str]:
+    for item in fields(section):
+        value = getattr(section, item.name)
+        if is_dataclass(value):
+            yield from _bound_problems(value, f"{prefix}{item.name}.")
+        elif (problem := problem_with(type(section), item.name, value)) is not None:
+            yield f"{prefix}{item.name}: {problem}"
+
+
+def _batch_problems(config: RunConfig) -> Iterator[str]:
+    batch, data = config.batch, config.parallel.data
+    if batch.sequences % batch.group or batch.sequences % (batch.updates * data):
+        yield (
+            f"batch.sequences: must be divisible by batch.group = {batch.group} and by batch.updates x parallel.data "
+            f"= {batch.updates} x {data} = {batch.updates * data} (got {batch.sequences}); "
+            + _nearest_multiples(batch.sequences, math.lcm(batch.group, batch.updates * data))
+        )
+    if config.warmup is not None and config.warmup.sequences % data:
+        yield (
+            f"warmup.sequences: must be divisible by parallel.data = {data} (got {config.warmup.sequences}); "
+            + _nearest_multiples(config.warmup.sequences, data)
+        )
+    tokens = config.rollout.max_new_tokens
+    for name, room in (
+        ("batch.micro_batch_tokens", batch.micro_batch_tokens),
+        ("rollout.cache_tokens", config.rollout.cache_tokens),
+    ):
+        if tokens >= room:
+            yield f"{name}: must exceed rollout.max_new_tokens = {tokens}, to leave room for a prompt (got {room})"
+
+
+def _nearest_multiples(number: int, unit: int) -> str:
+    below = number // unit * unit
+    return f"{below} or {below + unit} would do" if below else f"{unit} would do"
+
+
+def _schedule_problems(config: RunConfig) -> Iterator[str]:
+    stages = [("optimizer", config.optimizer, config.steps * config.batch.updates)]
+    if config.warmup is not None:
+        stages.append(("warmup.optimizer", config.warmup.optimizer, config.warmup.steps))
+    for name, optimizer, steps in stages:
+        yield from _optimizer_problems(name, optimizer, steps)
+
+
+def _optimizer_problems(name: str, optimizer: Optimizer, steps: int) -> Iterator[str]:
+    if optimizer.min_lr > optimizer.lr:
+        yield f"{name}.min_lr: must not exceed {name}.lr = {optimizer.lr} (got {optimizer.min_lr})"
+    decay = optimizer.decay_steps or steps
+    if optimizer.warmup_steps >= decay:
+        end = "decay_steps" if optimizer.decay_steps else "the stage's optimizer steps"
+        yield f"{name}.warmup_steps: must be less than {end} = {decay} (got {optimizer.warmup_steps})"
+
+
+def _objective_problems(config: RunConfig) -> Iterator[str]:
+    objective = config.objective
+    preset = PRESETS[objective.preset]
+    if objective.delta is not None and not (objective.delta_low is objective.delta_high is None):
+        yield "objective.delta: sets both sides, so it cannot stand together with delta_low or delta_high"
+    divergence = objective.divergence or preset.cell.divergence
+    if divergence == "alpha" and objective.alpha is None and preset.cell.alpha is None:
+        yield "objective.alpha: required for the divergence 'alpha'"
+    if divergence != "alpha" and objective.alpha is not None:
+        yield f"objective.alpha: used by the divergence 'alpha' alone, but this run's is {divergence!r}"
+    aggregation = objective.aggregation or preset.aggregation
+    if objective.length is not None and aggregation != "constant_length":
+        yield f"objective.length: used by the aggregation 'constant_length' alone, but this run's is {aggregation!r}"
+
+
+def _model_problems(config: RunConfig) -> list[str]:
+    try:
+        shape = architecture_of(config.model)
+    except ConfigError as error:
+        return [f"model: {error}"]
+    problems = list(_shape_problems(config, shape))
+    match config.model:
+        case HfModel(path=path):
+            problems += [f"model.path: {problem}" for problem in folder_problems(Path(path), shape.vocab)]
+        case TinyModel():
+            pass  # its folder is written by the run itself
+    return problems
+
+
+def _shape_problems(config: RunConfig, shape: Architecture) -> Iterator[str]:
+    tensor, pipeline = config.parallel.tensor, config.parallel.pipeline
+    if shape.heads % shape.kv_heads:
+        yield f"model: its {shape.heads} heads must be divisible by its {shape.kv_heads} kv_heads"
+    common = math.gcd(shape.heads, shape.kv_heads, shape.ffn)
+    if common % tensor:
+        yield (
+            f"parallel.tensor: must divide the model's heads = {shape.heads}, kv_heads = {shape.kv_heads} and "
+            f"ffn = {shape.ffn} (got {tensor}); {_divisors(common)} would do"
+        )
+    if shape.layers % pipeline:
+        yield (
+            f"parallel.pipeline: must divide the model's layers = {shape.layers} (got {pipeline}); "
+            f"{_divisors(shape.layers)} would do"
+        )
+    if config.rollout.max_new_tokens >= shape.max_positions:
+        yield (
+            f"rollout.max_new_tokens: must be less than the model's {shape.max_positions} positions, "
+            f"to leave room for a prompt (got {config.rollout.max_new_tokens})"
+        )
+
+
+def _divisors(number: int) -> str:
+    *rest, last = [str(divisor) for divisor in range(1, number + 1) if number % divisor == 0]
+    return f"{', '.join(rest)} or {last}" if rest else last

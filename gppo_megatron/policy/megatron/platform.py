@@ -1,0 +1,115 @@
+"""The one place that adapts Megatron-Core to a machine without CUDA. Nothing of Megatron's source is edited.
+
+On a CPU, Megatron-Core fails only where it names the CUDA device or asks for its streams. `adapt(device)` answers
+those questions for the CPU, once a process, before any Megatron object is built; with CUDA it changes nothing.
+"""
+
+import contextlib
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import megatron.core.transformer.moe.moe_utils as moe_utils
+import torch
+
+from gppo_megatron.errors import ConfigError
+
+CPU = torch.device("cpu")
+FACTORIES = (
+    "zeros", "ones", "empty", "tensor", "full", "arange", "empty_like", "zeros_like", "ones_like", "full_like",
+)  # fmt: skip
+
+
+class CpuStream:
+    """Stands for a CUDA stream or event: on a CPU everything is already in order."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def wait_stream(self, _: Any) -> None:
+        pass
+
+    def wait_event(self, _: Any) -> None:
+        pass
+
+    def wait(self, _: Any = None) -> None:
+        pass
+
+    def record(self, _: Any = None) -> None:
+        pass
+
+    def record_event(self, _: Any = None) -> "CpuStream":
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+def device_of(name: str) -> torch.device:
+    """The torch device of this process for `device: cpu | cuda`. Raises ConfigError when the machine has none."""
+    if name == "cpu":
+        return CPU
+    if not torch.cuda.is_available():
+        raise ConfigError("device: cuda, but torch sees no GPU here; set device: cpu, or check the driver")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+@functools.cache
+def adapt(device: torch.device) -> None:
+    """Make Megatron-Core run on `device`; call before building anything of it."""
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # 0.16.1 without Transformer Engine never binds the name it tests
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    if device.type == "cuda":
+        return
+    _answer_device_questions()
+    _replace_streams()
+    _replace_tensor_methods()
+
+
+def _answer_device_questions() -> None:
+    torch.cuda.current_device = lambda: CPU  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda *_, **__: None
+    for name in FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`factory`, with device="cuda" (a literal in Megatron's schedules, masks and optimizers) read as the CPU."""
+
+    @functools.wraps(factory)
+    def create(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return create
+
+
+def _replace_streams() -> None:
+    stream = CpuStream()
+    torch.cuda.Stream = torch.cuda.Event = CpuStream  # type: ignore[assignment,misc]
+    torch.cuda.current_stream = torch.cuda.default_stream = lambda *_: stream  # type: ignore[assignment]
+    torch.cuda.stream = lambda *_: contextlib.nullcontext()  # type: ignore[assignment]
+
+
+def _replace_tensor_methods() -> None:
+    original_type = torch.Tensor.type
+
+    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's optimizers recognise parameters by names such as "torch.cuda.FloatTensor"."""
+        name = original_type(self, *args, **kwargs)
+        if isinstance(name, str) and name.startswith("torch.") and not name.startswith("torch.cuda."):
+            return "torch.cuda." + name.removeprefix("torch.")
+        return name
+
+    torch.Tensor.type = type_name  # type: ignore[method-assign,assignment]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
