@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import warnings
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
@@ -79,6 +80,8 @@ def _train(options: Namespace, rank: int) -> int:
     if rank == 0:
         check_run_folder(config)
         print(describe(config), flush=True)
+    # Megatron-Core tells at import what it runs without (Apex, Transformer Engine); none of it is the user's to mend.
+    warnings.filterwarnings("ignore", module="megatron")
     try:
         from gppo_megatron.build import run_training
     except ModuleNotFoundError as error:

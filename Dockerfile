@@ -1,0 +1,18 @@
+# The trainer with Megatron-Core, for GPU nodes or (with the default base) for a CPU.
+# Not verified on a GPU: choose a base image that brings CUDA, torch and Transformer Engine, and set TORCH to what it has.
+#   docker build -t gppo-megatron .
+#   docker run --rm gppo-megatron launch launchers/recipes/demo.yaml
+ARG BASE_IMAGE=python:3.12-slim
+FROM ${BASE_IMAGE}
+
+ARG TORCH=torch==2.13.0
+WORKDIR /opt/gppo_megatron
+COPY pyproject.toml README.md LICENSE ./
+COPY gppo_megatron gppo_megatron
+COPY launchers launchers
+COPY checkpoints_tools checkpoints_tools
+COPY verifiers verifiers
+RUN python -m pip install --no-cache-dir "${TORCH}" && python -m pip install --no-cache-dir '.[train]'
+
+ENTRYPOINT ["gppo"]
+CMD ["--help"]
