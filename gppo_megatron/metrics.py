@@ -38,12 +38,13 @@ class Mean(Generic[Number]):
 
 @dataclass(frozen=True)
 class Max(Generic[Number]):
-    """The largest."""
+    """The largest; NaN once anything is NaN."""
 
     value: Number
 
     def merge(self, other: "Max[Number]") -> "Max[Number]":
-        return self if self.value >= other.value else other  # type: ignore[operator]
+        # NaN is the one value that differs from itself.
+        return other if other.value > self.value or other.value != other.value else self  # type: ignore[operator]
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ class Record:
             combined.merge(of_rank)
         values = combined.flat()
         if "rollout/sampled_tokens" in values:
-            combined.add("speed/tokens_per_second", Last(values["rollout/sampled_tokens"] / values["time/step"]))
+            sampled = values["rollout/sampled_tokens"]
+            combined.add("speed/tokens_per_second", Last(sampled / values["time/step"]))
+            combined.add("speed/sampled_tokens_per_second", Last(sampled / values["time/rollout"]))
         for sink in self.sinks:
             sink.write(step, self.stage, combined.flat())

@@ -53,6 +53,11 @@ def groups_of(vocab: int) -> list[Group]:
     return groups
 
 
+def advantage_of(trajectory: Trajectory) -> float:
+    """0.9 or -1.1: both signs, and no symmetry that could hide an error."""
+    return float(trajectory.verdict.score or 0.0) * 2 - 1.1
+
+
 @dataclasses.dataclass(frozen=True)
 class Recording:
     """Passes an objective through, keeping how close any token came to its threshold and the log-probs it saw."""
@@ -84,7 +89,7 @@ def main(folder: Path, parallel: Parallel, micro_batch_tokens: int, output: Path
         model = loaded_model(chunks, architecture, TEMPERATURE, device)
         policy = MegatronPolicy(model, Optimizer(lr=1e-3, weight_decay=0.1, clip_grad=1e9), optimizer_steps=10)
         groups = groups_of(architecture.vocab)[teams.data.rank :: teams.data.size]
-        advantages = [[float(reward or 0.0) * 2 - 1.1 for reward in group.rewards] for group in groups]
+        advantages = [[advantage_of(trajectory) for trajectory in group.trajectories] for group in groups]
         packer = Packer(1, micro_batch_tokens, "token_mean", None, teams.data)
         (batch,) = packer.pack(groups, advantages)
         objective = Recording(PolicyGradient(TrustRegion(PRESETS["gppo"].cell)), [], [])

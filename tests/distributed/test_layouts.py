@@ -12,13 +12,12 @@ import transformers
 
 from gppo_megatron.config.architecture import hf_config_of_tiny
 from gppo_megatron.config.schema import TinyModel
-from tests.distributed.layouts import TEMPERATURE, groups_of
 from tests.distributed.processes import run_group
+from tests.distributed.reference import hf_gradients, relative
 
 pytestmark = pytest.mark.distributed
 
 SCRIPT = Path(__file__).with_name("layouts.py")
-DELTA = 0.025
 
 # (tensor, pipeline, data, micro_batch_tokens); a vocabulary of 21 is padded to 22 under tensor parallelism
 LAYOUTS = [(1, 1, 1, 4096), (1, 1, 1, 20), (2, 1, 1, 4096), (1, 2, 1, 40), (1, 1, 2, 40), (2, 2, 1, 60)]
@@ -39,32 +38,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     path = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(path)
     return path
-
-
-def hf_gradients(folder: Path) -> dict[str, torch.Tensor]:
-    """d loss / d weight of the same batch: loss = -(1/N) sum of A r log pi over kept tokens, r without gradient."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    losses, tokens = [], 0
-    for group in groups_of(model.config.vocab_size):
-        for trajectory in group.trajectories:
-            ids = torch.from_numpy(trajectory.token_ids)
-            log_probs = torch.log_softmax(model(ids[None]).logits[0] / TEMPERATURE, -1)[:-1]
-            log_pi = log_probs.gather(1, ids[1:, None]).squeeze(1)
-            log_mu = torch.from_numpy(trajectory.sampler_logprobs)[1:]
-            trained = torch.from_numpy(trajectory.trainable)[1:]
-            advantage = float(trajectory.verdict.score or 0.0) * 2 - 1.1
-            ratio = (log_pi - log_mu).exp().detach()
-            outward = (ratio - 1) * advantage > 0
-            masked = outward & (log_mu.exp() * (ratio - 1 - ratio.log()) > DELTA)
-            losses.append(-(advantage * ratio * log_pi)[trained & ~masked].sum())
-            tokens += int(trained.sum())
-    (torch.stack(losses).sum() / tokens).backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """Largest absolute difference over the reference's largest absolute value."""
-    return float((value - reference).abs().max() / reference.abs().max())
 
 
 def test_every_layout_has_the_same_gradient(folder: Path, tmp_path: Path) -> None:

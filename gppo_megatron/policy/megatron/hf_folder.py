@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -23,18 +23,10 @@ class HfReader:
     """The tensors of a folder by name; a file is read only when one of its tensors is asked for."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises CheckpointError when there are no safetensors, or an index names files that are missing."""
+        """Raises CheckpointError when there are no safetensors, one is damaged, or an index names a missing one."""
         self.folder = folder
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise CheckpointError(f"{folder}: no *.safetensors file; convert the weights to safetensors first")
-        if (folder / INDEX).exists():
-            wanted = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
-            missing = sorted(wanted - {file.name for file in files})
-            if missing:
-                raise CheckpointError(f"{folder}: the index names files that are missing: {', '.join(missing)}")
         self._file_of: dict[str, Path] = {}
-        for file in files:
+        for file in _weight_files(folder):
             try:
                 with safe_open(file, framework="pt") as tensors:
                     self._file_of |= dict.fromkeys(tensors.keys(), file)
@@ -50,6 +42,27 @@ class HfReader:
             return tensors.get_tensor(name)  # type: ignore[no-any-return]
 
 
+def _weight_files(folder: Path) -> list[Path]:
+    """What transformers would read: the files of an index, else model.safetensors, else every one there is.
+
+    A folder may hold the same weights a second time under another project's names; those are left alone.
+    """
+    index, single = folder / INDEX, folder / "model.safetensors"
+    if index.exists():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index}: not an index of safetensors files; copy it again") from error
+        missing = sorted(name for name in names if not (folder / name).exists())
+        if missing:
+            raise CheckpointError(f"{folder}: the index names files that are missing: {', '.join(missing)}")
+        return sorted(folder / name for name in names)
+    files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder}: no *.safetensors file; convert the weights to safetensors first")
+    return files
+
+
 def write_hf_folder(folder: Path, weights: Iterable[tuple[str, torch.Tensor]], side_files_from: Path) -> None:
     """Write weights and the model's side files; the folder appears complete or not at all.
 
@@ -60,15 +73,36 @@ def write_hf_folder(folder: Path, weights: Iterable[tuple[str, torch.Tensor]], s
     unfinished = folder.with_name(folder.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    file_of = _write_shards(unfinished, weights)
+    dtypes: set[torch.dtype] = set()
+    file_of = _write_shards(unfinished, _noting(weights, dtypes))
     for name in SIDE_FILES:
         if (side_files_from / name).exists():
             shutil.copy(side_files_from / name, unfinished / name)
+    _declare_dtype(unfinished / "config.json", dtypes)
     if len(set(file_of.values())) > 1:
         (unfinished / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": file_of}, indent=1))
     else:
         (unfinished / "model-00001.safetensors").rename(unfinished / "model.safetensors")
     unfinished.rename(folder)
+
+
+def _noting(
+    weights: Iterable[tuple[str, torch.Tensor]], dtypes: set[torch.dtype]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same weights; their dtypes are added to `dtypes` as they pass."""
+    for name, tensor in weights:
+        dtypes.add(tensor.dtype)
+        yield name, tensor
+
+
+def _declare_dtype(config_file: Path, dtypes: set[torch.dtype]) -> None:
+    """Have config.json name the weights' dtype: transformers casts to the one it finds there."""
+    if len(dtypes) != 1 or not config_file.exists():
+        return
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    config[key] = str(dtypes.pop()).removeprefix("torch.")
+    config_file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _write_shards(folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:

@@ -23,6 +23,15 @@ from gppo_megatron.policy.megatron.mapping.table import global_name
 
 HAVE_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
 
+FIXED: dict[str, Any] = {
+    **dict.fromkeys(("context_parallel_size", "expert_model_parallel_size"), 1),
+    **dict.fromkeys(("sequence_parallel", "fp16", "multi_latent_attention", "rotary_interleaved"), False),
+    **dict.fromkeys(("layernorm_zero_centered_gamma", "attention_output_gate"), False),
+    **dict.fromkeys(("num_moe_experts", "mtp_num_layers", "window_size", "softmax_scale")),
+    **dict.fromkeys(("virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size")),
+}
+"""The mapping table, the forward pass and the process groups are right for these values alone."""
+
 
 class NamedParameter(NamedTuple):
     """A parameter of this rank under the mapping table's name."""
@@ -73,6 +82,7 @@ def transformer_config(
         "calculate_per_token_loss": True,
         "finalize_model_grads_func": sum_gradients,
     }
+    ours |= FIXED
     if on_cpu:
         fusions = ("bias_activation", "bias_dropout", "masked_softmax", "gradient_accumulation")
         ours |= {f"{fusion}_fusion": False for fusion in fusions}
@@ -118,7 +128,7 @@ def build_model(
         share_embeddings_and_output_weights=architecture.tied,
         position_embedding_type="rope",
         rotary_base=architecture.rope_theta,
-    ).to(device)
+    ).to(device, config.params_dtype)  # torch's own norms would stay in float32
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.fill_(torch.nan)

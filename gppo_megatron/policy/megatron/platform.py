@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import megatron.core.tensor_parallel.random as megatron_random
 import megatron.core.transformer.moe.moe_utils as moe_utils
 import torch
 
@@ -77,6 +78,13 @@ def adapt(device: torch.device) -> None:
 def _answer_device_questions() -> None:
     torch.cuda.current_device = lambda: CPU  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda *_, **__: None
+    # Recomputed layers restore the generator's state, although no layer draws a random number.
+    megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    megatron_random._set_cuda_rng_state = lambda *_, **__: None
+    # Torch lists its own factories when a device context is first used. It must not list the replacements: no
+    # device context would then reach a factory, and transformers would load models with uninitialised buffers.
+    with CPU:
+        torch.empty(0)
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 

@@ -61,6 +61,7 @@ def topology(parallel: Parallel, device: torch.device, seed: int, timeout_second
     adapt(device)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=timeout_seconds)
+    complete = False
     try:
         if parallel.processes == 1:
             store = dist.HashStore()  # type: ignore[attr-defined]
@@ -78,13 +79,16 @@ def topology(parallel: Parallel, device: torch.device, seed: int, timeout_second
             data=_team(dist.get_process_group_ranks(parallel_state.get_data_parallel_group())),
             replica=_team(dist.get_process_group_ranks(parallel_state.get_model_parallel_group())),
         )
+        complete = True
     except RuntimeError as error:
         if any(sign in str(error) for sign in LOST):
             raise PeerLostError(f"process {os.environ.get('RANK', '0')} lost another process: {error}") from error
         raise
-    else:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+    finally:
+        # Leaving waits for the other processes, and after an error they may be gone.
+        if complete or parallel.processes == 1:
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
 
 
 def _team(ranks: "range | list[int]") -> Team:

@@ -89,6 +89,7 @@ class MegatronPolicy:
         metrics.add("optimizer/lr", Last(float(learning_rate)))
         return metrics if self._reports else StepMetrics()
 
+    @torch.no_grad()
     def annotate(self, batch: TrainBatch) -> TrainBatch:
         """Collective: the batch with this policy's log-probs as anchor, on the pipeline stage that uses them."""
         scored = self._run(self._model.forward.score, batch, forward_only=True)
@@ -126,15 +127,18 @@ def _optimizer_config(config: Optimizer, chunk: DistributedDataParallel) -> Opti
         adam_beta1=config.betas[0],
         adam_beta2=config.betas[1],
         adam_eps=config.eps,
-        clip_grad=config.clip_grad or math.inf,  # Megatron would not even measure the norm at 0
+        clip_grad=config.clip_grad or math.inf,  # at 0 only some of its optimizers would measure the norm
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
     )
 
 
 def _scheduler(config: Optimizer, optimizer: object, optimizer_steps: int) -> OptimizerParamScheduler:
-    """Megatron's schedule; it also gives norms and biases their weight-decay multiplier of 0."""
-    decay_steps = config.decay_steps or max(optimizer_steps, config.warmup_steps + 1)
+    """Megatron's schedule; it also gives norms and biases their weight-decay multiplier of 0.
+
+    By default min_lr is reached just after the last step, so that no step is taken at a rate of 0.
+    """
+    decay_steps = config.decay_steps or max(optimizer_steps, config.warmup_steps) + 1
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -25,16 +25,17 @@ def load(model: list[DistributedDataParallel], architecture: Architecture, sourc
     _check_names(source, table, architecture)
     size = parallel_state.get_tensor_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
+    wrong: list[str] = []
     for name, parameter in named_parameters(model):
         rule = _rule_of(name, table, architecture)
-        part = rule.layout.shard([source.read(hf_name) for hf_name in rule.hf], size, rank)
-        if part.shape != parameter.shape:
-            raise CheckpointError(
-                f"{source.folder}: {', '.join(rule.hf)} give {name} the shape {tuple(part.shape)} on this rank, "
-                f"but config.json describes {tuple(parameter.shape)}"
-            )
-        with torch.no_grad():
-            parameter.copy_(part)
+        tensors = [source.read(hf_name) for hf_name in rule.hf]
+        problems = _shape_problems(rule, tensors, parameter.shape, size)
+        wrong += problems
+        if not problems:
+            with torch.no_grad():
+                parameter.copy_(rule.layout.shard(tensors, size, rank))
+    if wrong:
+        raise CheckpointError(f"{source.folder}: the tensors do not fit config.json; {'; '.join(_shortened(wrong))}")
     unfilled = [name for name, parameter in named_parameters(model) if parameter.isnan().any()]
     if unfilled:
         raise CheckpointError(f"{source.folder}: NaN in {', '.join(unfilled)}; the weights are damaged")
@@ -43,8 +44,10 @@ def load(model: list[DistributedDataParallel], architecture: Architecture, sourc
 def _check_names(source: HfReader, table: dict[str, Rule], architecture: Architecture) -> None:
     wanted = {hf_name for rule in table.values() for hf_name in rule.hf}
     allowed = wanted | ({"lm_head.weight"} if architecture.tied else set())
+    # Some older folders store these; they follow from rope_theta.
+    allowed |= {name for name in source.names if name.endswith(".rotary_emb.inv_freq")}
     problems = [
-        f"{what}: {', '.join(sorted(names)[:5])}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        f"{what}: {', '.join(_shortened(sorted(names)))}"
         for what, names in (
             ("missing", wanted - source.names),
             ("not part of this model", source.names - allowed),
@@ -53,6 +56,22 @@ def _check_names(source: HfReader, table: dict[str, Rule], architecture: Archite
     ]
     if problems:
         raise CheckpointError(f"{source.folder}: the tensors do not fit config.json; {'; '.join(problems)}")
+
+
+def _shape_problems(rule: Rule, tensors: list[torch.Tensor], part: torch.Size, size: int) -> list[str]:
+    """Tensors that are not what `size` parts of shape `part` merge to."""
+    expected = rule.layout.merge([torch.empty(part, device="meta")] * size)
+    return [
+        f"{name} has the shape {list(tensor.shape)} instead of {list(like.shape)}"
+        for name, tensor, like in zip(rule.hf, tensors, expected, strict=True)
+        if tensor.shape != like.shape
+    ]
+
+
+def _shortened(items: list[str], shown: int = 5) -> list[str]:
+    """The first few, the last of them with the count of the others."""
+    rest = len(items) - shown
+    return items if rest <= 0 else [*items[: shown - 1], f"{items[shown - 1]} and {rest} more"]
 
 
 def _rule_of(name: str, table: dict[str, Rule], architecture: Architecture) -> Rule:
