@@ -10,16 +10,21 @@ from pathlib import Path
 import torch
 from gppo_verifiers.errors import WorkerStartError
 from gppo_verifiers.pool import WorkerPool
+from yaml import safe_load
 
 from gppo_megatron.config.derived import resolve_objective
 from gppo_megatron.config.load import dump
-from gppo_megatron.config.schema import HfModel, RunConfig, TinyModel, Warmup
+from gppo_megatron.config.schema import FileData, HfModel, ReasoningGymData, RunConfig, TinyModel, Warmup
+from gppo_megatron.data.files.source import load_problems
 from gppo_megatron.data.model_folder import ModelFolder, create_tiny, open_folder
 from gppo_megatron.data.packing import Packer
 from gppo_megatron.data.prompts import PromptStream
-from gppo_megatron.data.reasoning_gym import Problems, draw_problems
-from gppo_megatron.errors import VerifierError
-from gppo_megatron.evaluate import Evaluate, Evaluation
+from gppo_megatron.data.reasoning_gym import draw_problems
+from gppo_megatron.data.split import Problems
+from gppo_megatron.errors import ConfigError, VerifierError
+from gppo_megatron.evaluate.answers import ANSWERS, AnswerFile
+from gppo_megatron.evaluate.checkpoint import Examination, table
+from gppo_megatron.evaluate.held_out import Evaluate, Evaluation
 from gppo_megatron.objective.advantages import ADVANTAGES
 from gppo_megatron.objective.policy_gradient import MaximumLikelihood, PolicyGradient
 from gppo_megatron.objective.trust_region import TrustRegion
@@ -30,6 +35,7 @@ from gppo_megatron.observe.report import write_html, write_png
 from gppo_megatron.observe.sinks import Sink
 from gppo_megatron.observe.tensorboard import TensorBoard
 from gppo_megatron.policy.megatron.hf_folder import HfReader
+from gppo_megatron.policy.megatron.mapping.table import rules
 from gppo_megatron.policy.megatron.model import build_model, transformer_config
 from gppo_megatron.policy.megatron.platform import device_of
 from gppo_megatron.policy.megatron.save import SaveHf
@@ -44,6 +50,7 @@ from gppo_megatron.train import Every, Run, train
 from gppo_megatron.weight_sync.in_process import InProcess, Withheld
 
 COLLECTIVE_TIMEOUT_SECONDS = 1800
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 METRICS, CONFIG, CURVES, REPORT = "metrics.jsonl", "config.yaml", "curves.png", "report.html"
 
 
@@ -56,12 +63,9 @@ def run_training(config: RunConfig) -> None:
         create_run_folder(config, folder)
     # Joining the other processes waits for rank 0, so everyone finds the folder complete.
     with topology(config.parallel, device, config.seed, COLLECTIVE_TIMEOUT_SECONDS) as teams, ExitStack() as resources:
-        try:
-            judge = resources.enter_context(WorkerPool(config.judge.workers, config.judge.timeout))
-        except WorkerStartError as error:
-            raise VerifierError(f"no verifier process can be started: {error}") from error
+        judge = resources.enter_context(open_judge(config))
         model_folder = open_folder(model_path(config, folder))
-        problems = draw_problems(config.data, model_folder.tokenizer)
+        problems = find_problems(config, model_folder, speaks=rank == 0)
         sinks = open_sinks(config, folder) if rank == 0 else []
         builder = Builder(config, device, teams, model_folder, judge, problems, sinks)
         policy, evaluate = builder.run_stages()
@@ -70,6 +74,41 @@ def run_training(config: RunConfig) -> None:
         sink.close()
     if rank == 0:
         write_reports(config, folder, evaluate)
+
+
+def run_evaluation(config: RunConfig, model: Path, out: Path, samples: int, problems: int | None) -> None:
+    """Evaluate a Hugging Face folder, in one process, on the run's held-out set with its sampling and its verifiers.
+
+    out: keeps every answer; a stopped evaluation goes on from there. problems: only the first so many.
+    """
+    device, model_folder, reader = device_of(config.device), open_folder(model), HfReader(model)
+    torch.set_num_threads(config.threads)
+    found = find_problems(config, model_folder, speaks=True)
+    prompts = found.heldout[:problems]
+    weights = {
+        file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(model.glob("*.safetensors"))
+    }
+    resolved = safe_load(dump(config))
+    settings = {key: resolved[key] for key in ("data", "rollout", "seed", "dtype")}
+    settings |= {"model": str(model.resolve()), "weights": weights, "samples": samples, "problems": len(prompts)}
+    answers = AnswerFile(out, settings)
+    engine = EmbeddedEngine(model, DTYPES[config.dtype], device, cache_tokens=config.rollout.cache_tokens)
+    names = (name for rule in rules(model_folder.architecture).values() for name in rule.hf)
+    engine.load(0, ((name, reader.read(name)) for name in names))
+    rollout, tokenizer = config.rollout, model_folder.tokenizer
+    sampling = Sampling(rollout.temperature, rollout.max_new_tokens, tokenizer.end_ids | found.stop_ids)
+    with open_judge(config) as judge:
+        collector = Collector(engine, judge, sampling, tokenizer.decode, samples, config.seed)
+        results = Examination(collector, prompts, tokenizer.decode, answers, say=print).run()
+    print(f"{table(results)}\nevery answer is in {out / ANSWERS}", flush=True)
+
+
+def open_judge(config: RunConfig) -> WorkerPool:
+    """The verifiers' worker processes. Raises VerifierError where none can be started."""
+    try:
+        return WorkerPool(config.judge.workers, config.judge.timeout)
+    except WorkerStartError as error:
+        raise VerifierError(f"no verifier process can be started: {error}") from error
 
 
 def model_path(config: RunConfig, folder: Path) -> Path:
@@ -89,10 +128,31 @@ def create_run_folder(config: RunConfig, folder: Path) -> None:
         create_tiny(config.model, folder / "model", config.seed)
 
 
+def find_problems(config: RunConfig, model_folder: ModelFolder, speaks: bool) -> Problems:
+    """What the run trains and is evaluated on. speaks: whether to print what was found out about it."""
+    match config.data:
+        case ReasoningGymData() as data:
+            return draw_problems(data, model_folder.tokenizer)
+        case FileData() as data:
+            return load_problems(data, model_folder.tokenizer, say=print if speaks else lambda line: None)
+
+
 def open_sinks(config: RunConfig, folder: Path) -> list[Sink]:
     """Where rank 0 writes metrics."""
     steps = {"warmup": config.warmup.steps if config.warmup else 0, "train": config.steps}
-    return [JsonLines(folder / METRICS), TensorBoard(folder / "tensorboard"), Console(sys.stdout, steps)]
+    sinks: list[Sink] = [JsonLines(folder / METRICS), TensorBoard(folder / "tensorboard"), Console(sys.stdout, steps)]
+    return [*sinks, *wandb_sinks(config, folder)]
+
+
+def wandb_sinks(config: RunConfig, folder: Path) -> Iterator[Sink]:
+    """The Weights & Biases sink, where the run asks for it. Raises ConfigError where the package is missing."""
+    if config.wandb is None:
+        return
+    try:
+        from gppo_megatron.observe.weights_and_biases import WeightsAndBiases
+    except ModuleNotFoundError as error:
+        raise ConfigError("wandb: the package is not installed; pip install 'gppo-megatron[wandb]'") from error
+    yield WeightsAndBiases(config.wandb, folder, safe_load(dump(config)))
 
 
 def write_reports(config: RunConfig, folder: Path, evaluate: Evaluate) -> None:
@@ -133,7 +193,7 @@ class Builder:
 
     @property
     def dtype(self) -> torch.dtype:
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.config.dtype]
+        return DTYPES[self.config.dtype]
 
     def warmups(self) -> Iterator[Warmup]:
         if self.config.warmup is not None:
@@ -200,7 +260,8 @@ class Builder:
 
     def collector(self, engine: EmbeddedEngine, group_size: int, seed: int) -> Collector:
         rollout, tokenizer = self.config.rollout, self.model_folder.tokenizer
-        sampling = Sampling(rollout.temperature, rollout.max_new_tokens, tokenizer.end_ids)
+        stop_ids = tokenizer.end_ids | self.problems.stop_ids
+        sampling = Sampling(rollout.temperature, rollout.max_new_tokens, stop_ids)
         return Collector(engine, self.judge, sampling, tokenizer.decode, group_size, seed)
 
     def evaluation(self, engine: EmbeddedEngine) -> Evaluate:

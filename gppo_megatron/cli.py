@@ -4,13 +4,18 @@ import os
 import signal
 import sys
 import warnings
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import get_args
 
+from gppo_megatron.config.bounds import problem_with
 from gppo_megatron.config.checks import check, check_run_folder, check_world
 from gppo_megatron.config.derived import describe
 from gppo_megatron.config.load import dump, load
-from gppo_megatron.config.schema import RunConfig
+from gppo_megatron.config.problems import config_error
+from gppo_megatron.config.schema import AdapterName, FileData, RunConfig, TemplateName
 from gppo_megatron.errors import ConfigError, GppoError, PeerLostError
 
 EXAMPLES = """\
@@ -18,7 +23,12 @@ examples:
   gppo train run.yaml --print                       show the resolved configuration, and stop
   gppo train run.yaml steps=10 optimizer.lr=1e-5    train in this process, with two keys changed
   gppo launch run.yaml                              start all processes of the run on this machine
+  gppo eval run.yaml --samples 8                    what the trained model scores on the held-out problems
+  gppo data inspect train.parquet --adapter dapo_math --model FOLDER
+                                                    what would be left out of a data set, and why
 """
+OPTIONS = {"columns": "column"}
+"""Keys of `data:` whose option has another name."""
 INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -30,7 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Blocked inside a collective, Python would never get to raise KeyboardInterrupt.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        return _launch(options) if options.command == "launch" else _train(options, rank)
+        match options.command:
+            case "launch":
+                return _launch(options)
+            case "data":
+                return _inspect(options)
+            case "eval":
+                return _evaluate(options)
+            case _:
+                return _train(options, rank)
     except PeerLostError as error:
         return error.exit_code  # the process that was lost, or the launcher, says why
     except ConfigError as error:
@@ -58,16 +76,58 @@ def _parse(arguments: Sequence[str]) -> Namespace:
     train.add_argument("--print", action="store_true", help="show the resolved configuration and what follows from it")
     launch = commands.add_parser("launch", help="start every process of a run and watch them", allow_abbrev=False)
     launch.add_argument("--on", choices=["local"], default="local", help="where: local is this machine, the default")
-    for command in (train, launch):
+    evaluate = commands.add_parser("eval", help="evaluate a model folder on a run's held-out set", allow_abbrev=False)
+    evaluate.add_argument("--model", metavar="FOLDER", help="a Hugging Face folder; default: the run's own, <run>/hf")
+    evaluate.add_argument("--samples", type=_count, default=1, metavar="N", help="answers to each problem, default 1")
+    evaluate.add_argument("--problems", type=_count, metavar="N", help="only the first N; default: all of them")
+    evaluate.add_argument("--out", metavar="FOLDER", help="where the answers are kept; default: <run>/eval")
+    for command in (train, launch, evaluate):
         command.add_argument("run", metavar="RUN.yaml", help="the run's configuration")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="a changed key, e.g. optimizer.lr=1e-5")
+    _add_data_command(commands.add_parser("data", help="look at data without a run", allow_abbrev=False))
     options, rest = parser.parse_known_args(arguments)
     # argparse stops collecting `key=value` at the first option; those after it are left over.
-    unknown = [argument for argument in rest if argument.startswith("-")]
+    unknown = [argument for argument in rest if argument.startswith("-") or options.command == "data"]
     if unknown:
         parser.error(f"no such option: {' '.join(unknown)}")
-    options.overrides += rest
+    if rest:
+        options.overrides += rest
     return options
+
+
+def _count(text: str) -> int:
+    """A whole number of at least 1; argparse names the option where it is not."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"must be a whole number >= 1 (got {text!r})")
+    return int(text)
+
+
+def _add_data_command(parser: ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="data_command", required=True, metavar="COMMAND")
+    inspect = commands.add_parser(
+        "inspect", help="report what is wrong with a data set, row by row", allow_abbrev=False
+    )
+    adapters, templates = get_args(AdapterName), get_args(TemplateName)
+    shown = FileData(path="")
+    inspect.add_argument("path", metavar="PATH", help="a file, a folder, or a pattern in quotes")
+    inspect.add_argument("--adapter", choices=adapters, default=shown.adapter, help="how rows are read")
+    inspect.add_argument(
+        "--column",
+        action="append",
+        default=[],
+        metavar="NAME=COLUMN",
+        help="the column that holds the prompt or the answer: prompt=question, answer=final_answer",
+    )
+    inspect.add_argument("--template", choices=templates, default=shown.template, help="how problems are written")
+    inspect.add_argument("--chat", action="store_true", help="write them with the tokenizer's chat template")
+    inspect.add_argument("--model", metavar="FOLDER", help="also check the prompts' length and characters for it")
+    inspect.add_argument(
+        "--max-prompt-tokens", type=int, default=shown.max_prompt_tokens, metavar="N", help="with --model: the limit"
+    )
+    inspect.add_argument("--evaluation", metavar="PATH", help="the set to evaluate on, which PATH must not overlap")
+    inspect.add_argument("--evaluation-adapter", choices=adapters, help="how its rows are read, where that differs")
+    inspect.add_argument("--evaluation-repeats", action="store_true", help="its problems may be there several times")
+    inspect.add_argument("--strict", action="store_true", help="exit with status 3 if any row would be left out")
 
 
 def _train(options: Namespace, rank: int) -> int:
@@ -85,11 +145,7 @@ def _train(options: Namespace, rank: int) -> int:
     try:
         from gppo_megatron.build import run_training
     except ModuleNotFoundError as error:
-        if (error.name or "").startswith("gppo_megatron"):
-            raise
-        raise ConfigError(
-            f"training needs the package {error.name}, which is not installed; pip install 'gppo-megatron[train]'"
-        ) from None
+        raise _missing_package(error) from None
     run_training(config)
     return 0
 
@@ -101,6 +157,60 @@ def _launch(options: Namespace) -> int:
     from launchers.plan import plan_processes
 
     return run_processes(plan_processes(config, options.run, options.overrides, free_port()))
+
+
+def _evaluate(options: Namespace) -> int:
+    config = _checked(options)
+    model = Path(options.model or f"{config.run}/hf")
+    if not model.is_dir():
+        raise ConfigError(f"{model}: no such folder; name a Hugging Face folder with --model")
+    try:
+        from gppo_megatron.build import run_evaluation
+    except ModuleNotFoundError as error:
+        raise _missing_package(error) from None
+    run_evaluation(config, model, Path(options.out or f"{config.run}/eval"), options.samples, options.problems)
+    return 0
+
+
+def _inspect(options: Namespace) -> int:
+    columns = dict(column.partition("=")[::2] for column in options.column)
+    config = FileData(
+        path=options.path,
+        adapter=options.adapter,
+        columns=columns,
+        template=options.template,
+        chat=options.chat,
+        max_prompt_tokens=options.max_prompt_tokens,
+        evaluation=options.evaluation,
+        evaluation_adapter=options.evaluation_adapter,
+        evaluation_repeats=options.evaluation_repeats,
+        strict=options.strict,
+    )
+    problems = [
+        f"--{OPTIONS.get(item.name, item.name.replace('_', '-'))}: {problem}"
+        for item in fields(config)
+        if (problem := problem_with(FileData, item.name, getattr(config, item.name))) is not None
+    ]
+    if problems:
+        raise config_error("gppo data inspect", problems)
+    try:
+        from gppo_megatron.data.files.inspect import inspect
+
+        if options.model is None:
+            return inspect(config, None)
+        from gppo_megatron.data.model_folder import open_folder
+    except ModuleNotFoundError as error:
+        raise _missing_package(error) from None
+    return inspect(config, open_folder(Path(options.model)).tokenizer)
+
+
+def _missing_package(error: ModuleNotFoundError) -> Exception:
+    """What to raise where a package of the extra `train` is not installed; our own missing modules are bugs."""
+    if (error.name or "").startswith("gppo_megatron"):
+        return error
+    return ConfigError(
+        f"this needs the package {error.name}, which is not installed; pip install 'gppo-megatron[train]'"
+    )
 
 
 def _checked(options: Namespace) -> RunConfig:

@@ -26,6 +26,7 @@ COUNT = _must(">= 1", lambda value: value >= 1)
 NOT_NEGATIVE = _must(">= 0", lambda value: value >= 0)
 POSITIVE = _must("> 0", lambda value: value > 0)
 NOT_EMPTY = _must("some text", bool)
+SHARE = _must("between 0 and 1, both excluded", lambda value: 0 < value < 1)
 TEMPERATURE = _must(
     "> 0: at temperature 0 a sampled token has no log-probability to train on, greedy is not a training mode",
     lambda value: value > 0,
@@ -51,12 +52,22 @@ BOUNDS: dict[type, dict[str, Bound]] = {
         ),
         **dict.fromkeys(("sequences", "updates", "micro_batch_tokens"), COUNT),
     },
+    schema.Wandb: dict.fromkeys(("project", "name", "entity"), NOT_EMPTY),
     schema.ReasoningGymData: {
         "task": NOT_EMPTY,
         "prompt": NOT_EMPTY,
-        "holdout": _must("between 0 and 1, both excluded", lambda value: 0 < value < 1),
+        "holdout": SHARE,
         "pool": _must(">= 2", lambda value: value >= 2),
         "threshold": _must("> 0 and <= 1", lambda value: 0 < value <= 1),
+    },
+    schema.FileData: {
+        "columns": _must(
+            "names of columns, for `prompt` and `answer`",
+            lambda columns: set(columns) <= {"prompt", "answer"} and all(columns.values()),
+        ),
+        "max_prompt_tokens": COUNT,
+        "holdout": SHARE,
+        **dict.fromkeys(("path", "evaluation"), NOT_EMPTY),
     },
     schema.EmbeddedRollout: {"max_new_tokens": COUNT, "temperature": TEMPERATURE, "cache_tokens": COUNT},
     schema.Judge: {"timeout": POSITIVE, "workers": COUNT},

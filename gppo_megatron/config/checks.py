@@ -1,5 +1,6 @@
 """Checks that need more than one key, the model's architecture, or the machine. No torch."""
 
+import glob
 import math
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -10,7 +11,7 @@ from gppo_megatron.config.architecture import Architecture, architecture_of
 from gppo_megatron.config.bounds import problem_with
 from gppo_megatron.config.model_folder import folder_problems
 from gppo_megatron.config.problems import config_error
-from gppo_megatron.config.schema import HfModel, Optimizer, RunConfig, TinyModel
+from gppo_megatron.config.schema import FileData, HfModel, Optimizer, RunConfig, TinyModel
 from gppo_megatron.errors import ConfigError
 from gppo_megatron.objective.presets import PRESETS
 
@@ -20,7 +21,7 @@ def check(config: RunConfig, source: str = "configuration") -> None:
     problems = list(_bound_problems(config, ""))
     if not problems:  # what follows divides by these numbers and looks these names up
         problems = [*_batch_problems(config), *_schedule_problems(config), *_objective_problems(config)]
-        problems += _model_problems(config)
+        problems += [*_data_problems(config), *_model_problems(config)]
     if problems:
         raise config_error(source, problems)
 
@@ -75,6 +76,30 @@ def _batch_problems(config: RunConfig) -> Iterator[str]:
 def _nearest_multiples(number: int, unit: int) -> str:
     below = number // unit * unit
     return f"{below} or {below + unit} would do" if below else f"{unit} would do"
+
+
+def _data_problems(config: RunConfig) -> Iterator[str]:
+    data = config.data
+    if not isinstance(data, FileData):
+        return
+    paths = {"path": data.path} | ({"evaluation": data.evaluation} if data.evaluation is not None else {})
+    for name, path in paths.items():
+        if not Path(path).exists() and not glob.glob(path, recursive=True):
+            yield f"data.{name}: no such file or folder, and no file matches it as a pattern (got {path!r})"
+    if data.evaluation is None:
+        for name, given in (("adapter", data.evaluation_adapter), ("repeats", data.evaluation_repeats)):
+            if given:
+                yield f"data.evaluation_{name}: used with data.evaluation alone, but that is null"
+    needed = data.max_prompt_tokens + config.rollout.max_new_tokens
+    for name, room in (
+        ("batch.micro_batch_tokens", config.batch.micro_batch_tokens),
+        ("rollout.cache_tokens", config.rollout.cache_tokens),
+    ):
+        if needed > room:
+            yield (
+                f"{name}: must hold a prompt of data.max_prompt_tokens = {data.max_prompt_tokens} and a response of "
+                f"rollout.max_new_tokens = {config.rollout.max_new_tokens}, {needed} in all (got {room})"
+            )
 
 
 def _schedule_problems(config: RunConfig) -> Iterator[str]:
@@ -138,10 +163,20 @@ def _shape_problems(config: RunConfig, shape: Architecture) -> Iterator[str]:
             f"parallel.pipeline: must divide the model's layers = {shape.layers} (got {pipeline}); "
             f"{_divisors(shape.layers)} would do"
         )
-    if config.rollout.max_new_tokens >= shape.max_positions:
+    yield from _length_problems(config, shape)
+
+
+def _length_problems(config: RunConfig, shape: Architecture) -> Iterator[str]:
+    longest = config.rollout.max_new_tokens
+    if longest >= shape.max_positions:
         yield (
             f"rollout.max_new_tokens: must be less than the model's {shape.max_positions} positions, "
-            f"to leave room for a prompt (got {config.rollout.max_new_tokens})"
+            f"to leave room for a prompt (got {longest})"
+        )
+    elif isinstance(config.data, FileData) and config.data.max_prompt_tokens + longest > shape.max_positions:
+        yield (
+            f"data.max_prompt_tokens: must be at most {shape.max_positions - longest}, the model's "
+            f"{shape.max_positions} positions less rollout.max_new_tokens (got {config.data.max_prompt_tokens})"
         )
 
 

@@ -103,6 +103,51 @@ class ReasoningGymData:
     threshold: float = 1.0
 
 
+AdapterName = Literal[
+    "plain",
+    "gsm8k",
+    "math500",
+    "aime",
+    "amc",
+    "olympiadbench",
+    "minerva",
+    "deepscaler",
+    "dapo_math",
+    "eurus2_math",
+    "eurus2_code",
+]
+TemplateName = Literal["none", "boxed_user", "qwen_boxed", "dapo", "r1_zero", "gsm8k", "plain_question"]
+
+
+@dataclass(frozen=True)
+class FileData:
+    """Problems with known answers from parquet, JSON lines or JSON.
+
+    path: a file, a folder, or a pattern such as `data/train-*.parquet`.
+    adapter: how a row is read; columns: {prompt: ..., answer: ...}, the columns to read instead of the adapter's own.
+    template: how a problem is written, and with that where its answer is looked for.
+    chat: write it with the tokenizer's chat template, not with the template's literal form.
+    max_prompt_tokens: problems longer than that, as written, are left out.
+    evaluation: path of the problems to evaluate on, read with evaluation_adapter (null: adapter);
+        evaluation_repeats keeps those that are listed more than once.
+    holdout: where `evaluation` is null, the share of distinct problems kept for it and never trained on.
+    strict: refuse data of which anything would be left out.
+    """
+
+    path: str
+    kind: Literal["files"] = "files"
+    adapter: AdapterName = "plain"
+    columns: Mapping[str, str] = field(default_factory=dict)
+    template: TemplateName = "boxed_user"
+    chat: bool = False
+    max_prompt_tokens: int = 1024
+    evaluation: str | None = None
+    evaluation_adapter: AdapterName | None = None
+    evaluation_repeats: bool = False
+    holdout: float = 0.1
+    strict: bool = False
+
+
 @dataclass(frozen=True)
 class EmbeddedRollout:
     """Sampling inside the trainer's own processes.
@@ -176,6 +221,19 @@ class Save:
 
 
 @dataclass(frozen=True)
+class Wandb:
+    """Weights & Biases, besides the files of the run folder; needs the extra `wandb`.
+
+    name: of the run, by default its folder's; entity: the account or team. offline: `wandb sync` uploads later.
+    """
+
+    project: str
+    name: str | None = None
+    entity: str | None = None
+    mode: Literal["online", "offline"] = "online"
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One run. `run` is the folder it writes; it must not exist yet. steps counts rollouts.
 
@@ -185,7 +243,7 @@ class RunConfig:
     run: str
     steps: int
     model: TinyModel | HfModel
-    data: ReasoningGymData
+    data: ReasoningGymData | FileData
     rollout: EmbeddedRollout
     seed: int = 1
     device: Literal["cpu", "cuda"] = "cpu"
@@ -199,4 +257,5 @@ class RunConfig:
     evaluation: Evaluation = field(default_factory=Evaluation)
     judge: Judge = field(default_factory=Judge)
     save: Save = field(default_factory=Save)
+    wandb: Wandb | None = None
     megatron: Mapping[str, Any] = field(default_factory=dict)

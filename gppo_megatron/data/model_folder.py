@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import tokenizers
 import torch
 import transformers
@@ -54,16 +55,22 @@ class Tokenizer:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
-    def encode_chat(self, text: str) -> list[int]:
+    def encode_chat(self, text: str, system: str = "", reply: str = "") -> list[int]:
         """The tokens of a conversation in which a user wrote `text` and the model is to answer.
 
-        Raises DataError where the tokenizer has no chat template.
+        system: instructions ahead of it, if any. reply: how the answer begins; a chat template that opens the answer
+        with the same text by itself does not get it twice.
+        Raises DataError where the tokenizer has no chat template, or one that has no place for instructions.
         """
         if self._backend.chat_template is None:
             raise DataError("the model's tokenizer has no chat template; set data.chat to false")
-        messages = [{"role": "user", "content": text}]
-        written: str = self._backend.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return self.encode(written)
+        instructions = [{"role": "system", "content": system}] if system else []
+        messages = [*instructions, {"role": "user", "content": text}]
+        try:
+            written: str = self._backend.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except jinja2.TemplateError as error:
+            raise DataError(f"the tokenizer's chat template refuses the conversation: {error}") from error
+        return self.encode(written if written.rstrip().endswith(reply) else written + reply)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,30 +15,12 @@ from reasoning_gym.factory import DATASETS
 
 from gppo_megatron.config.schema import ReasoningGymData
 from gppo_megatron.data.render import Tokenizer, answer_ids, prompt_ids
+from gppo_megatron.data.split import Problems, is_held_out
 from gppo_megatron.errors import DataError
 from gppo_megatron.types import Prompt
 
 PROBED = 32
 """Problems on which the verifier is tried before the run."""
-
-
-@dataclass(frozen=True)
-class Problems:
-    """Distinct problems in the order they were drawn. No text of `heldout` is in `train`.
-
-    drawn = duplicates + len(train) + len(heldout).
-    """
-
-    train: tuple[Prompt, ...]
-    heldout: tuple[Prompt, ...]
-    drawn: int
-    duplicates: int
-
-    def __str__(self) -> str:
-        return (
-            f"{self.drawn} problems drawn, {self.duplicates} of them duplicates: "
-            f"{len(self.train)} to train on, {len(self.heldout)} held out"
-        )
 
 
 @dataclass(frozen=True)
@@ -74,12 +56,6 @@ def draw_problems(config: ReasoningGymData, tokenizer: Tokenizer) -> Problems:
         drawn=len(drawn),
         duplicates=len(drawn) - len(problems),
     )
-
-
-def is_held_out(text: str, share: float) -> bool:
-    """Whether a prompt is kept for evaluation: a matter of its text alone, so seed, order and pool cannot move it."""
-    place = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
-    return place < share * 2**64
 
 
 def _draw(config: ReasoningGymData) -> list[_Problem]:

@@ -15,8 +15,10 @@ class Tokenizer(Protocol):
         """The tokens of `text`. Raises DataError naming the characters that the vocabulary cannot express."""
         ...
 
-    def encode_chat(self, text: str) -> list[int]:
-        """A conversation in which a user wrote `text` and the model is to answer. Raises DataError."""
+    def encode_chat(self, text: str, system: str = "", reply: str = "") -> list[int]:
+        """A conversation in which a user wrote `text`, after the instructions `system` where there are any, and in
+        which the model's answer begins with `reply`. Raises DataError.
+        """
         ...
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Protocol
 
+STAGES = ("warmup", "train")
 TIMING_GROUPS = ("time/", "speed/")
 
 

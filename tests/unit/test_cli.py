@@ -22,7 +22,7 @@ RUN = """\
 run: {folder}/out
 steps: 10
 model: {{kind: tiny}}
-data: {{task: chain_sum}}
+data: {{kind: reasoning_gym, task: chain_sum}}
 rollout: {{max_new_tokens: 16}}
 """
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gppo_megatron.errors import DataError
-from gppo_megatron.evaluate import Evaluation, Sample
+from gppo_megatron.evaluate.held_out import Evaluation, Sample
 from gppo_megatron.metrics import StepMetrics
 from gppo_megatron.rollout.collect import Collector, request_seed
 from gppo_megatron.rollout.engine import Completion, Request, Sampling

@@ -18,7 +18,7 @@ BASE = """\
 run: runs/x
 steps: 10
 model: {kind: tiny}
-data: {task: chain_sum}
+data: {kind: reasoning_gym, task: chain_sum}
 rollout: {max_new_tokens: 16}
 batch: {sequences: 64, group: 8, updates: 4, micro_batch_tokens: 1024}
 """

@@ -19,7 +19,7 @@ GOOD = """\
 run: runs/x
 steps: 5
 model: {kind: tiny}
-data: {task: chain_sum}
+data: {kind: reasoning_gym, task: chain_sum}
 rollout: {max_new_tokens: 16}
 """
 
@@ -69,7 +69,7 @@ def test_every_problem_is_listed_at_once(tmp_path: Path) -> None:
 run: runs/x
 stesp: 3
 model: {kind: tiny, hiden: 3}
-data: {task: 7}
+data: {kind: reasoning_gym, task: 7}
 rollout: {max_new_tokens: 16, temperature: 0}
 batch: {sequences: '8', group: 1}
 objective: {preset: gppo2, delta: -0.1, divergence: 5, ratio_guard: [0.5], anchor: sampler}
@@ -122,8 +122,8 @@ def test_the_model_is_chosen_by_kind(tmp_path: Path, model: str, problem: str) -
 
 
 def test_a_section_with_one_kind_checks_it(tmp_path: Path) -> None:
-    text = GOOD.replace("{task: chain_sum}", "{task: chain_sum, kind: gym}")
-    assert problems(tmp_path, text)[1:] == ["data.kind: must be 'reasoning_gym' (got 'gym')"]
+    text = GOOD.replace("{max_new_tokens: 16}", "{max_new_tokens: 16, kind: embeded}")
+    assert problems(tmp_path, text)[1:] == ["rollout.kind: must be 'embedded' (got 'embeded')"]
 
 
 @pytest.mark.parametrize(
@@ -260,6 +260,17 @@ data_sources = st.builds(
     remove=st.text(),
     chat=st.booleans(),
 )
+file_sources = st.builds(
+    schema.FileData,
+    path=text,
+    adapter=st.sampled_from(get_args(schema.AdapterName)),
+    columns=st.dictionaries(st.sampled_from(["prompt", "answer"]), text),
+    template=st.sampled_from(get_args(schema.TemplateName)),
+    max_prompt_tokens=counts,
+    evaluation=optional(text),
+    evaluation_adapter=optional(st.sampled_from(get_args(schema.AdapterName))),
+    strict=st.booleans(),
+)
 objectives = st.builds(
     schema.Objective,
     preset=st.sampled_from(sorted(PRESETS)),
@@ -275,7 +286,7 @@ configs = st.builds(
     run=text,
     steps=counts,
     model=tiny_models | st.builds(schema.HfModel, path=text),
-    data=data_sources,
+    data=data_sources | file_sources,
     rollout=st.builds(schema.EmbeddedRollout, max_new_tokens=counts, temperature=positive),
     device=st.sampled_from(["cpu", "cuda"]),
     objective=objectives,

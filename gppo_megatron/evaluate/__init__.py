@@ -1,0 +1,1 @@
+"""How good a policy is: during training on held-out problems, and by itself."""
