@@ -3,7 +3,10 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
+EXTERNAL ?= .venv-external
 RUN ?= runs/demo
+NEW_PYTHON := import sys; sys.exit("Python 3.11 or newer is needed; set PYTHON=" if sys.version_info < (3, 11) else 0)
+TORCH_VERSION := from importlib.metadata import version; print(version("torch"))
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
@@ -15,7 +18,7 @@ setup: $(VENV)/.ready  ## make the virtual environment and install everything
 
 # torch first and alone: a later package must not bring another build of it.
 $(VENV)/.ready: pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; set PYTHON=" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -c '$(NEW_PYTHON)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[train,dev]'
@@ -26,10 +29,24 @@ demo: setup  ## train a tiny model with GPPO on arithmetic: two processes, about
 	$(BIN)/python -m checkpoints_tools.ask $(RUN)/hf '7+2+9='
 
 test: setup  ## the fast tests: what a newcomer runs
-	$(PYTEST) tests/unit tests/contract tests/numeric
+	$(PYTEST) tests/unit tests/contract tests/numeric tests/verdicts
 
 test-distributed: setup  ## several processes: every layout, whole runs, faults
 	$(PYTEST) tests/distributed tests/e2e
+
+test-external: $(EXTERNAL)/.ready  ## compare with verl, TRL and Megatron-Core, in an environment of their own
+	OMP_NUM_THREADS=1 $(EXTERNAL)/bin/python -m pytest tests/external
+
+# --no-deps: verl asks for much that its losses do not need, and nothing may replace torch.
+$(EXTERNAL)/.ready: pyproject.toml tests/external/requirements.txt
+	$(PYTHON) -c '$(NEW_PYTHON)'
+	$(PYTHON) -m venv $(EXTERNAL)
+	$(EXTERNAL)/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
+	$(EXTERNAL)/bin/python -c '$(TORCH_VERSION)' > $(EXTERNAL)/torch
+	$(EXTERNAL)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/external/requirements.txt
+	$(EXTERNAL)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(EXTERNAL)/bin/python -c '$(TORCH_VERSION)' | diff $(EXTERNAL)/torch -
+	touch $@
 
 check: setup  ## lint, format, types, imports
 	$(BIN)/ruff check .
@@ -41,6 +58,6 @@ mutants: setup  ## seed faults in the numerics, one at a time; each must turn th
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants
 
 clean:  ## remove the environment, runs and caches
-	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(EXTERNAL) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-.PHONY: help setup demo test test-distributed check mutants clean
+.PHONY: help setup demo test test-distributed test-external check mutants clean

@@ -1,9 +1,12 @@
 """Does Megatron-Core compute what transformers computes? One folder, both libraries, the same random tokens.
 
 `python -m checkpoints_tools.parity FOLDER` prints the largest difference of the logits and OK or DIFFERENT, with exit
-status 0 or 1; a folder that cannot be read is one message and another status. One process, on the CPU, in float32.
+status 0 or 1; a folder that cannot be read is one message and another status. On the CPU, in float32.
+
+`torchrun --nproc-per-node N -m checkpoints_tools.parity FOLDER` does so with tensor parallelism over N processes.
 """
 
+import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -56,15 +59,16 @@ def compare(folder: Path, tokens: int) -> Parity:
 
 
 def megatron_logits(folder: Path, tokens_BS: torch.Tensor) -> torch.Tensor:
-    """float32 [B, S, vocabulary]."""
-    architecture, parallel = read_architecture(folder), Parallel()
+    """float32 [B, S, vocabulary], on every process. Collective over the processes that torchrun started."""
+    architecture, parallel = read_architecture(folder), Parallel(tensor=int(os.environ.get("WORLD_SIZE", "1")))
     with topology(parallel, CPU, SEED, TIMEOUT_SECONDS):
         config = transformer_config(architecture, parallel, CPU, torch.float32, {})
         model = build_model(config, architecture, CPU)
         load(model, architecture, HfReader(folder))
         positions_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
         with torch.no_grad():
-            return model[0](tokens_BS, positions_BS, None)  # type: ignore[no-any-return]
+            logits_BSV = model[0](tokens_BS, positions_BS, None, runtime_gather_output=True)
+            return logits_BSV[..., : architecture.vocab]  # type: ignore[no-any-return]
 
 
 def transformers_logits(folder: Path, tokens_BS: torch.Tensor) -> torch.Tensor:
@@ -98,6 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except GppoError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    if os.environ.get("RANK", "0") != "0":
+        return 0
     equal = parity.relative <= options.tolerance
     print(
         f"{'OK' if equal else 'DIFFERENT'}: over {options.tokens} tokens the logits differ by at most "

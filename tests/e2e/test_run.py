@@ -21,7 +21,8 @@ pytestmark = pytest.mark.distributed
 RECIPE = Path("launchers/recipes/demo.yaml")
 SHORT = (
     "model.hidden=64", "model.heads=4", "model.kv_heads=2", "warmup.steps=30", "warmup.optimizer.warmup_steps=5",
-    "steps=4", "optimizer.schedule=constant", "batch.sequences=64", "batch.updates=2", "evaluation.every=2", "evaluation.prompts=20",
+    "steps=4", "optimizer.schedule=constant", "batch.sequences=64", "batch.updates=2",
+    "evaluation.every=2", "evaluation.prompts=20",
 )  # fmt: skip
 Values = dict[str, float | str | None]
 
