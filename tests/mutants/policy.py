@@ -1,0 +1,220 @@
+"""Faults in the Megatron policy: its head, its weights, its model, its optimizer."""
+
+from tests.mutants.fault import Fault
+
+MEGATRON = "gppo_megatron/policy/megatron"
+HEAD, HEAD_TEST = f"{MEGATRON}/head.py", "tests/numeric/test_head.py"
+LAYOUTS, TABLE, MAPPING_TEST = (
+    f"{MEGATRON}/mapping/layouts.py",
+    f"{MEGATRON}/mapping/table.py",
+    "tests/unit/test_mapping.py",
+)
+POLICY_TEST = "tests/numeric/test_policy.py"
+LOGITS_TEST = f"{POLICY_TEST}::test_logits_equal_those_of_transformers"
+AGGREGATION_TEST = f"{POLICY_TEST}::test_the_gradient_of_every_aggregation"
+ADAMW_TEST = f"{POLICY_TEST}::test_weights_equal_those_of_adamw"
+RATES_TEST = f"{POLICY_TEST}::test_learning_rates_follow_their_closed_form"
+
+STATISTICS = (
+    Fault(
+        "padding-columns-not-masked",
+        HEAD,
+        "scaled_NV[:, columns - padded :] = -torch.inf",
+        "scaled_NV[:, columns:] = -torch.inf",
+        HEAD_TEST,
+    ),
+    Fault(
+        "padding-counted-from-the-first-shard",
+        HEAD,
+        "max(0, self.start + columns - self.vocab)",
+        "max(0, columns - self.vocab)",
+        HEAD_TEST,
+    ),
+    Fault(
+        "temperature-forgotten",
+        HEAD,
+        "logits_NV.to(dtype, copy=True).div_(temperature)",
+        "logits_NV.to(dtype, copy=True)",
+        HEAD_TEST,
+    ),
+    Fault(
+        "temperature-forgotten-in-the-gradient",
+        HEAD,
+        "gradient_NV.div_(ctx.temperature)",
+        "gradient_NV",
+        HEAD_TEST,
+    ),
+    Fault(
+        "logits-changed-in-place",
+        HEAD,
+        "logits_NV.to(dtype, copy=True)",
+        "logits_NV.detach().to(dtype)",
+        HEAD_TEST,
+    ),
+    Fault(
+        "entropy-gradient-not-centred",
+        HEAD,
+        "torch.where(probs_NV > 0, log_probs_NV, 0.0) + entropy_N[:, None]",
+        "torch.where(probs_NV > 0, log_probs_NV, 0.0)",
+        HEAD_TEST,
+    ),
+    Fault(
+        "entropy-gradient-sign-flipped",
+        HEAD,
+        "entropy_gradient_N[:, None] * surprise_NV)",
+        "entropy_gradient_N[:, None] * -surprise_NV)",
+        HEAD_TEST,
+    ),
+    Fault(
+        "entropy-of-the-wrong-normaliser",
+        HEAD,
+        "log_total_N - weighted_N / total_N",
+        "log_total_N - weighted_N",
+        HEAD_TEST,
+    ),
+    Fault(
+        "label-missing-from-the-gradient",
+        HEAD,
+        "gradient_NV.scatter_add_(1, local_N[:, None], label_gradient_N[:, None])",
+        "gradient_NV.scatter_add_(1, local_N[:, None], 0 * label_gradient_N[:, None])",
+        HEAD_TEST,
+    ),
+)
+
+WEIGHTS = (
+    Fault(
+        "qkv-not-grouped",
+        LAYOUTS,
+        "grouped = torch.cat([t.reshape(self.kv_heads, -1, *rest) for t in tensors], dim=1)",
+        "grouped = torch.cat(list(tensors))",
+        MAPPING_TEST,
+    ),
+    Fault(
+        "keys-and-values-swapped",
+        TABLE,
+        'for part in "qkv")',
+        'for part in "qvk")',
+        LOGITS_TEST,
+    ),
+    Fault(
+        "gate-and-up-swapped",
+        TABLE,
+        '(f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight")',
+        '(f"{mlp}.up_proj.weight", f"{mlp}.gate_proj.weight")',
+        LOGITS_TEST,
+    ),
+    Fault(
+        "vocabulary-padding-exported",
+        LAYOUTS,
+        "(torch.cat(list(parts))[: self.vocab],)",
+        "(torch.cat(list(parts)),)",
+        MAPPING_TEST,
+    ),
+    Fault(
+        "layers-of-a-stage-counted-from-zero",
+        TABLE,
+        "{int(number) + first_layer}",
+        "{int(number)}",
+        MAPPING_TEST,
+    ),
+)
+
+MODEL = (
+    Fault(
+        "norm-epsilon-of-another-model",
+        f"{MEGATRON}/model.py",
+        '"layernorm_epsilon": a.norm_eps,',
+        '"layernorm_epsilon": 1e-6,',
+        LOGITS_TEST,
+    ),
+    Fault(
+        "rope-theta-ignored",
+        f"{MEGATRON}/model.py",
+        "        rotary_base=architecture.rope_theta,\n",
+        "",
+        LOGITS_TEST,
+    ),
+    Fault(
+        "another-activation",
+        f"{MEGATRON}/model.py",
+        '"activation_func": F.silu,',
+        '"activation_func": F.gelu,',
+        LOGITS_TEST,
+    ),
+    Fault(
+        "mean-over-micro-batches",
+        f"{MEGATRON}/model.py",
+        '"calculate_per_token_loss": True,',
+        '"calculate_per_token_loss": False,',
+        AGGREGATION_TEST,
+    ),
+    Fault(
+        "divided-by-the-token-count-of-megatron",
+        f"{MEGATRON}/model.py",
+        "finalize_model_grads(model, None, **options)",
+        "finalize_model_grads(model, num_tokens, **options)",
+        AGGREGATION_TEST,
+    ),
+    Fault(
+        "rows-of-the-grid-mixed",
+        f"{MEGATRON}/forward.py",
+        "starts = [index * longest for index in range(len(batch.lengths))]",
+        "starts = [sum(batch.lengths[:index]) for index in range(len(batch.lengths))]",
+        AGGREGATION_TEST,
+    ),
+    Fault(
+        "log-probs-at-temperature-one",
+        f"{MEGATRON}/forward.py",
+        "token_statistics(logits_NV, labels_N, self.shard, self.temperature)",
+        "token_statistics(logits_NV, labels_N, self.shard, 1.0)",
+        AGGREGATION_TEST,
+    ),
+)
+
+OPTIMIZER = (
+    Fault(
+        "gradients-of-the-step-before",
+        f"{MEGATRON}/update.py",
+        "            chunk.zero_grad_buffer()",
+        "            chunk.training",
+        ADAMW_TEST,
+    ),
+    Fault(
+        "weight-decay-on-norms",
+        f"{MEGATRON}/update.py",
+        "        self._scheduler = _scheduler(",
+        '        for group in self._optimizer.param_groups:\n            group["wd_mult"] = 1.0\n'
+        "        self._scheduler = _scheduler(",
+        ADAMW_TEST,
+    ),
+    Fault(
+        "betas-equal",
+        f"{MEGATRON}/update.py",
+        "adam_beta2=config.betas[1],",
+        "adam_beta2=config.betas[0],",
+        ADAMW_TEST,
+    ),
+    Fault(
+        "clipping-off",
+        f"{MEGATRON}/update.py",
+        "clip_grad=config.clip_grad or math.inf,",
+        "clip_grad=math.inf,",
+        f"{POLICY_TEST}::test_the_gradient_is_clipped_to_its_norm",
+    ),
+    Fault(
+        "learning-rate-one-step-late",
+        f"{MEGATRON}/update.py",
+        "    scheduler.step(increment=1)  # ",
+        "    scheduler.step(increment=0)  # ",
+        RATES_TEST,
+    ),
+    Fault(
+        "decay-one-step-short",
+        f"{MEGATRON}/update.py",
+        "max(optimizer_steps, config.warmup_steps) + 1",
+        "max(optimizer_steps, config.warmup_steps)",
+        RATES_TEST,
+    ),
+)
+
+FAULTS = (*STATISTICS, *WEIGHTS, *MODEL, *OPTIMIZER)
