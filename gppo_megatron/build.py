@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
+import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -22,7 +24,7 @@ from gppo_megatron.data.model_folder import ModelFolder, create_tiny, open_folde
 from gppo_megatron.data.packing import Packer
 from gppo_megatron.data.prompts import PromptStream
 from gppo_megatron.data.reasoning_gym import draw_problems
-from gppo_megatron.data.split import Problems
+from gppo_megatron.data.split import Problems, check_room
 from gppo_megatron.errors import ConfigError, VerifierError
 from gppo_megatron.evaluate.answers import ANSWERS, AnswerFile
 from gppo_megatron.evaluate.checkpoint import Examination, table
@@ -63,12 +65,13 @@ def run_training(config: RunConfig) -> None:
     device = device_of(config.device)
     torch.set_num_threads(config.threads)
     folder, rank = Path(config.run), int(os.environ.get("RANK", "0"))
-    if rank == 0:
-        create_run_folder(config, folder)
-    # Joining the other processes waits for rank 0, so everyone finds the folder complete.
-    with topology(config.parallel, device, config.seed, COLLECTIVE_TIMEOUT_SECONDS) as teams, ExitStack() as resources:
+    with ExitStack() as resources:
+        resources.enter_context(new_run_folder(config, folder) if rank == 0 else nullcontext())
+        # Joining the other processes waits for rank 0, so everyone finds the folder complete.
+        teams = resources.enter_context(topology(config.parallel, device, config.seed, COLLECTIVE_TIMEOUT_SECONDS))
         judge = resources.enter_context(open_judge(config))
         model_folder = open_folder(model_path(config, folder))
+        teams.world.gather(None)  # all have read the folder before a process may fail and remove it
         problems = find_problems(config, model_folder, speaks=rank == 0)
         sinks = open_sinks(config, folder) if rank == 0 else []
         builder = Builder(config, device, teams, model_folder, judge, problems, sinks)
@@ -130,9 +133,41 @@ def model_path(config: RunConfig, folder: Path) -> Path:
             return Path(path)
 
 
-def create_run_folder(config: RunConfig, folder: Path) -> None:
-    """The run's folder with its resolved configuration, and the model when it is to be made."""
-    folder.mkdir(parents=True)
+@contextmanager
+def new_run_folder(config: RunConfig, folder: Path) -> Iterator[None]:
+    """The run's folder, which disappears again where the run ends, by an error or SIGTERM, before its first metrics.
+
+    Until then it holds nothing worth keeping, and the repaired command must find its place free.
+    Raises ConfigError where the folder cannot be made. Must be entered in the main thread.
+    """
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"run folder {folder} cannot be made: {error.strerror}; choose another `run:`") from error
+
+    def stop(number: int, frame: object) -> None:
+        remove_unmeasured(folder)
+        signal.signal(number, previous)
+        os.kill(os.getpid(), number)
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        fill_run_folder(config, folder)
+        yield
+    finally:
+        remove_unmeasured(folder)
+        signal.signal(signal.SIGTERM, previous)
+
+
+def remove_unmeasured(folder: Path) -> None:
+    """Remove a run folder without a line of metrics."""
+    metrics = folder / METRICS
+    if not metrics.exists() or metrics.stat().st_size == 0:
+        shutil.rmtree(folder)
+
+
+def fill_run_folder(config: RunConfig, folder: Path) -> None:
+    """The resolved configuration, the packages' versions, and the model when it is to be made."""
     (folder / CONFIG).write_text(dump(config), encoding="utf-8")
     (folder / VERSIONS).write_text(json.dumps(versions(), indent=1), encoding="utf-8")
     if isinstance(config.model, TinyModel):
@@ -148,9 +183,16 @@ def find_problems(config: RunConfig, model_folder: ModelFolder, speaks: bool) ->
     """What the run trains and is evaluated on. speaks: whether to print what was found out about it."""
     match config.data:
         case ReasoningGymData() as data:
-            return draw_problems(data, model_folder.tokenizer)
+            problems = draw_problems(data, model_folder.tokenizer)
         case FileData() as data:
-            return load_problems(data, model_folder.tokenizer, say=print if speaks else lambda line: None)
+            problems = load_problems(data, model_folder.tokenizer, say=print if speaks else lambda line: None)
+    rooms = {
+        "the model's positions": model_folder.architecture.max_positions,
+        "rollout.cache_tokens": config.rollout.cache_tokens,
+        "batch.micro_batch_tokens": config.batch.micro_batch_tokens,
+    }
+    check_room(problems, config.rollout.max_new_tokens, rooms)
+    return problems
 
 
 def open_sinks(config: RunConfig, folder: Path) -> list[Sink]:

@@ -1,5 +1,6 @@
 """The `gppo` command. Torch is imported only where training really starts."""
 
+import errno
 import os
 import signal
 import sys
@@ -29,6 +30,7 @@ examples:
 """
 OPTIONS = {"columns": "column"}
 """Keys of `data:` whose option has another name."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
 INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -40,15 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Blocked inside a collective, Python would never get to raise KeyboardInterrupt.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        match options.command:
-            case "launch":
-                return _launch(options)
-            case "data":
-                return _inspect(options)
-            case "eval":
-                return _evaluate(options)
-            case _:
-                return _train(options, rank)
+        return _run(options, rank)
     except PeerLostError as error:
         return error.exit_code  # the process that was lost, or the launcher, says why
     except ConfigError as error:
@@ -58,9 +52,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except GppoError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        print(f"no space left on the disk{f' for {error.filename}' if error.filename else ''}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _run(options: Namespace, rank: int) -> int:
+    match options.command:
+        case "launch":
+            return _launch(options)
+        case "data":
+            return _inspect(options)
+        case "eval":
+            return _evaluate(options)
+        case _:
+            return _train(options, rank)
 
 
 def _parse(arguments: Sequence[str]) -> Namespace:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,18 +86,21 @@ def read_architecture(folder: Path) -> Architecture:
         raise ConfigError(f"{file}: no such file; model.path must be a Hugging Face model folder") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: not valid JSON ({error})") from None
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read ({error.strerror})") from None
     return parse_hf_config(config, str(file))
 
 
 def parse_hf_config(config: Mapping[str, Any], source: str) -> Architecture:
     """The architecture a config.json describes. Raises ConfigError for mathematics that is not implemented."""
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"{source}: must hold a JSON object")
     family = config.get("model_type")
     if family not in FAMILIES:
         raise ConfigError(f"{source}: model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    problems = _unsupported(config, rope)
-    required = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    problems += [f"{key} is missing" for key in (*required, "rms_norm_eps") if key not in config]
+    problems = [*_wrong_numbers(config)]
+    problems += _unsupported(config, rope) if isinstance(rope, Mapping) else [f"rope scaling {rope!r} is not supported"]
     if problems:
         raise ConfigError(f"{source}: " + "; ".join(problems))
     heads = int(config["num_attention_heads"])
@@ -117,6 +120,26 @@ def parse_hf_config(config: Mapping[str, Any], source: str) -> Architecture:
         rope_theta=float(config.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
         max_positions=int(config.get("max_position_embeddings") or 32_768),
     )
+
+
+def _wrong_numbers(config: Mapping[str, Any]) -> Iterator[str]:
+    """Fields that must be there, or may be left out or null, and are no number above 0."""
+    counts = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    for key in (*counts, "rms_norm_eps"):
+        if key not in config:
+            yield f"{key} is missing"
+    for key in (*counts, "num_key_value_heads", "head_dim", "max_position_embeddings"):
+        value: Any = config.get(key)
+        if value is None and key not in counts:
+            continue
+        if key in config and (type(value) is not int or value < 1):
+            yield f"{key} must be an integer >= 1 (got {value!r})"
+    for key in ("rms_norm_eps", "rope_theta"):
+        value = config.get(key)
+        if value is None and key == "rope_theta":
+            continue
+        if key in config and (type(value) not in (int, float) or not value > 0):
+            yield f"{key} must be a number > 0 (got {value!r})"
 
 
 def _unsupported(config: Mapping[str, Any], rope: Mapping[str, Any]) -> list[str]:

@@ -25,6 +25,7 @@ def _one_of(names: Iterable[str]) -> Bound:
 COUNT = _must(">= 1", lambda value: value >= 1)
 NOT_NEGATIVE = _must(">= 0", lambda value: value >= 0)
 POSITIVE = _must("> 0", lambda value: value > 0)
+SEED = _must(">= 0 and < 2**63", lambda value: 0 <= value < 2**63)
 NOT_EMPTY = _must("some text", bool)
 SHARE = _must("between 0 and 1, both excluded", lambda value: 0 < value < 1)
 TEMPERATURE = _must(
@@ -84,7 +85,7 @@ BOUNDS: dict[type, dict[str, Bound]] = {
     schema.Warmup: dict.fromkeys(("steps", "sequences"), COUNT),
     schema.Evaluation: dict.fromkeys(("every", "prompts", "samples"), COUNT),
     schema.Save: {"every": NOT_NEGATIVE},
-    schema.RunConfig: {"run": NOT_EMPTY, "steps": COUNT, "seed": NOT_NEGATIVE, "threads": COUNT},
+    schema.RunConfig: {"run": NOT_EMPTY, "steps": COUNT, "seed": SEED, "threads": COUNT},
 }
 
 

@@ -85,7 +85,7 @@ def _section(owner: type, tree: Mapping[str, Any], prefix: str, problems: list[s
             problems.append(f"{prefix}{name}: required, but not set")
     for name in tree:
         if name not in hints:
-            problems.append(f"{prefix}{name}: no such key{nearest(name, hints) or _elsewhere(name)}")
+            problems.append(f"{prefix}{name}: no such key{nearest(name, hints) or _elsewhere(name, prefix)}")
     return None if problems else owner(**values)
 
 
@@ -155,9 +155,11 @@ def _required(owner: Any) -> list[str]:
     return [item.name for item in fields(owner) if item.default is MISSING and item.default_factory is MISSING]
 
 
-def _elsewhere(name: str) -> str:
-    """A hint for a key written in the wrong section."""
+def _elsewhere(name: str, prefix: str) -> str:
+    """A hint for a key written in the wrong section, or under the wrong kind of its section."""
     found = [path for path in _paths(RunConfig, "") if path.endswith(f".{name}")]
+    if prefix + name in found:
+        return f" of this kind of {prefix.rstrip('.')}"
     return f"; did you mean {found[0]!r}?" if found else ""
 
 

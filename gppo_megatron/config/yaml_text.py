@@ -84,6 +84,8 @@ def parse(text: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     except yaml.reader.ReaderError as error:
         raise ValueError(f"character number {error.position + 1} (#x{error.character:04x}) is not allowed") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""

@@ -11,6 +11,7 @@ import jinja2
 import tokenizers
 import torch
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from gppo_megatron.config.architecture import (
@@ -93,7 +94,7 @@ def open_folder(path: Path) -> ModelFolder:
         raise CheckpointError(f"{path}: no tokenizer_config.json; copy the model's tokenizer files into this folder")
     try:
         backend = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: the tokenizer cannot be read ({error}); copy its files again") from error
     tokenizer = Tokenizer(backend, _end_ids(path, backend))
     largest = max(len(backend) - 1, *tokenizer.end_ids)
@@ -108,7 +109,7 @@ def open_folder(path: Path) -> ModelFolder:
 def create_tiny(model: TinyModel, folder: Path, seed: int) -> None:
     """Write a complete model folder, weights included. Equal seeds give files that are equal byte for byte.
 
-    Raises ValueError where the alphabet repeats a character.
+    Raises ValueError where the alphabet repeats a character, CheckpointError where the weights cannot be written.
     """
     if len(set(model.alphabet)) != len(model.alphabet):
         raise ValueError(f"model.alphabet repeats a character: {model.alphabet!r}")
@@ -118,7 +119,10 @@ def create_tiny(model: TinyModel, folder: Path, seed: int) -> None:
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", generation)
     _character_tokenizer(model.alphabet).save_pretrained(folder)
-    save_file(_random_weights(config, seed), folder / "model.safetensors", metadata={"format": "pt"})
+    try:
+        save_file(_random_weights(config, seed), folder / "model.safetensors", metadata={"format": "pt"})
+    except SafetensorError as error:  # a full disk, for one
+        raise CheckpointError(f"{folder} cannot be written: {error}") from error
 
 
 def _character_tokenizer(alphabet: str) -> Any:
@@ -169,13 +173,16 @@ def _end_ids(path: Path, backend: Any) -> frozenset[int]:
     if file.is_file():
         try:
             ends = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{file}: not valid JSON ({error})") from None
+        except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
+            raise CheckpointError(f"{file}: not a JSON object ({error})") from None
     if ends is None:
         ends = backend.eos_token_id
     if ends is None or ends == []:
         raise CheckpointError(f"{path}: no end token; set eos_token_id in generation_config.json")
-    return frozenset(ends if isinstance(ends, list) else [ends])
+    ids = ends if isinstance(ends, list) else [ends]
+    if not all(type(end) is int and end >= 0 for end in ids):
+        raise CheckpointError(f"{file}: eos_token_id must be a token id or a list of them (got {ends!r})")
+    return frozenset(ids)
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:

@@ -28,8 +28,11 @@ class AnswerFile:
     """`folder`/answers.jsonl, made if missing; settings say what the answers depend on."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        """Raises ConfigError where `folder` holds answers given under other settings."""
-        folder.mkdir(parents=True, exist_ok=True)
+        """Raises ConfigError where `folder` cannot be made, or holds answers given under other settings."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{folder} cannot be made: {error.strerror}; choose another --out") from error
         self._path = folder / ANSWERS
         written = json.dumps(settings, indent=1, sort_keys=True)
         held = folder / SETTINGS

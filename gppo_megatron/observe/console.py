@@ -110,7 +110,8 @@ class Console:
         return step % LINE_STEPS == 0 or "evaluation/accuracy" in values or ends or overdue
 
     def _parts(self, step: int, values: Mapping[str, float], now: float) -> list[str]:
-        """The pieces of a line, the step first."""
+        """The pieces of a line, the step first; what could not be measured is left out."""
+        values = {name: value for name, value in values.items() if not math.isnan(value)}
         total = self._total_steps.get(self._progress.stage)
         digits = len(str(total or step))
         parts = [f"{self._progress.stage} {step:>{digits}}" + (f"/{total}" if total else "")]

@@ -10,7 +10,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from gppo_megatron.errors import SyncError
+from gppo_megatron.errors import GppoError, SyncError
 from gppo_megatron.rollout.engine import Completion, Request
 
 
@@ -72,7 +72,7 @@ class EmbeddedEngine:
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """One completion a request, in order. Raises ValueError for a request it cannot serve.
 
-        Raises SyncError where the engine holds no weights.
+        Raises SyncError where the engine holds no weights, GppoError where they give logits that are no numbers.
         """
         if self._version < 0:
             raise SyncError("the embedded engine holds no weights; publish the policy's weights before sampling")
@@ -122,6 +122,11 @@ class EmbeddedEngine:
                 cache.batch_select_indices(kept)
             rows.advance()
         ids, logs = token_ids.cpu().numpy(), logprobs.cpu().numpy()
+        if np.isnan(logs).any():
+            raise GppoError(
+                f"sampling from weights of version {self._version} gives NaN: the weights are damaged, or training "
+                "diverged; lower the learning rate, or begin from another model"
+            )
         return [
             Completion(ids[row, :length].copy(), logs[row, :length].copy(), "stop" if stop else "length", self._version)
             for row, (length, stop) in enumerate(zip(lengths.tolist(), stopped.tolist(), strict=True))
@@ -207,14 +212,14 @@ def draw(logits: torch.Tensor, temperatures: torch.Tensor, uniforms: torch.Tenso
     """Draw a token a row by inverting the cumulative distribution of softmax(logits / temperature).
 
     logits: [n, vocabulary]. temperatures: float32 [n]. uniforms: float64 [n] in [0, 1].
-    A token of probability zero is never drawn.
+    A token of probability zero is never drawn. Where logits are NaN, so are the log-probs, and the tokens any.
     """
     logprobs = torch.log_softmax(logits.float() / temperatures[:, None], dim=-1)
     cumulative = logprobs.double().exp().cumsum(dim=-1)
     total = cumulative[:, -1:].contiguous()
     token_ids = torch.searchsorted(cumulative, uniforms[:, None] * total, right=True)
     # A number that reaches the total would point past the last token that can be drawn.
-    token_ids = token_ids.minimum(torch.searchsorted(cumulative, total))
+    token_ids = token_ids.minimum(torch.searchsorted(cumulative, total)).clamp(max=logits.shape[-1] - 1)
     return Drawn(token_ids[:, 0], logprobs.gather(1, token_ids)[:, 0])
 
 

@@ -20,14 +20,6 @@ class PromptStream(Protocol):
         ...
 
 
-class RolloutSource(Protocol):
-    """Yields the groups a step trains on."""
-
-    def next_groups(self, step: int, metrics: StepMetrics) -> list[Group]:
-        """Collective: this data-parallel rank's groups of `step`, the same on every process of its replica."""
-        ...
-
-
 @dataclass(frozen=True)
 class Synchronous:
     """Samples from the current weights while training waits.

@@ -1,5 +1,6 @@
 """The `gppo` command: what it prints, what it returns, and what it does not import."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -231,3 +232,14 @@ main(["train", {run_yaml!r}])
             assert process.wait(timeout=5) == -signal.SIGINT
         finally:
             process.kill()
+
+
+def test_a_full_disk_is_one_line(
+    run_yaml: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training(monkeypatch, raising(OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")))
+    assert main(["train", run_yaml]) == 1
+    assert capsys.readouterr().err == "no space left on the disk for metrics.jsonl\n"
+    training(monkeypatch, raising(OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(OSError, match="Input/output error"):
+        main(["train", run_yaml])

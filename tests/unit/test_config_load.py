@@ -111,6 +111,7 @@ zzz: null
         ("{kind: tinyy}", "model.kind: must be one of 'tiny', 'hf' (got 'tinyy'); did you mean 'tiny'?"),
         ("{kind: [hf]}", "model.kind: must be one of 'tiny', 'hf' (got ['hf'])"),
         ("{kind: hf}", "model.path: required, but not set"),
+        ("{kind: hf, path: a, hidden: 8}", "model.hidden: no such key of this kind of model"),
         ("null", "model: must be a mapping (got null)"),
         ("{kind: tiny, tied: yes}", "model.tied: must be true or false (got 'yes')"),
         ("{kind: tiny, alphabet: abca}", "model.alphabet: must be at least one character, each only once (got 'abca')"),
@@ -149,6 +150,7 @@ def test_a_section_with_one_kind_checks_it(tmp_path: Path) -> None:
             "expected a single document in the stream, but found another document",
         ),
         ("a: \x00", "run.yaml: not valid YAML: character number 4 (#x0000) is not allowed"),
+        ("a: " + "[" * 2000, "run.yaml: not valid YAML: nested too deeply"),
     ],
 )
 def test_a_file_that_is_no_mapping_gives_one_line(tmp_path: Path, text: str, message: str) -> None:
@@ -194,6 +196,7 @@ def test_overrides_change_add_and_create(tmp_path: Path) -> None:
         ("steps.x=3", "steps.x: no such key; steps holds no keys"),
         ("steps='3'", "steps: must be an integer (got '3')"),
         ("steps=", "steps: must be an integer (got null)"),
+        ("seed=9223372036854775808", "seed: must be >= 0 and < 2**63 (got 9223372036854775808)"),
         ("optimizer.betas=[1", "optimizer.betas: not valid YAML: line 1, column 3: while parsing a flow sequence, "
          "expected ',' or ']', but got '<stream end>' (got '[1')"),
     ],

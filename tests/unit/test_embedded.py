@@ -16,7 +16,7 @@ from scipy.stats import chisquare
 
 from gppo_megatron.config.schema import TinyModel
 from gppo_megatron.data.model_folder import create_tiny
-from gppo_megatron.errors import SyncError
+from gppo_megatron.errors import GppoError, SyncError
 from gppo_megatron.rollout.embedded import EmbeddedEngine, cut_batches, draw
 from gppo_megatron.rollout.engine import Completion, Request, Sampling
 from gppo_megatron.weight_sync.in_process import InProcess
@@ -289,3 +289,14 @@ def test_publishing_checks_the_version_afterwards(folder: Path, weights: Weights
     assert engine.version == 7
     with pytest.raises(SyncError, match="holds version 6 .* after version 7"):
         InProcess(Forgetful()).publish(7, iter(weights.items()))
+
+
+@pytest.mark.parametrize("damage", [torch.nan, torch.inf])
+def test_weights_that_give_no_numbers_are_told_of(folder: Path, weights: Weights, damage: float) -> None:
+    engine = engine_of(folder)
+    name = "model.layers.0.mlp.gate_proj.weight"
+    damaged = weights[name].clone()
+    damaged[0, 0] = damage
+    engine.load(7, (weights | {name: damaged}).items())
+    with pytest.raises(GppoError, match="weights of version 7 gives NaN"):
+        engine.generate(ragged_requests(5))

@@ -156,3 +156,9 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     path.write_text("{}\n" + path.read_text())
     with pytest.raises(DataError, match="damaged"):
         examination(tmp_path / "a", FakeCollector()).run()
+
+
+def test_a_place_that_is_a_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("text")
+    with pytest.raises(ConfigError, match="out cannot be made: File exists; choose another --out"):
+        AnswerFile(tmp_path / "out", SETTINGS)

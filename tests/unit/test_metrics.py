@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gppo_megatron.errors import VerifierError
 from gppo_megatron.metrics import Last, Max, Mean, StepMetrics, Sum
 from gppo_megatron.observe.record import Record
 from gppo_megatron.types import Alone
@@ -134,3 +135,23 @@ def test_speed_is_all_sampled_tokens_over_the_slowest_ranks_step() -> None:
 @pytest.mark.parametrize("values", [(1.0, math.nan), (math.nan, 1.0), (math.nan, math.nan)])
 def test_a_maximum_keeps_nan_whatever_the_order(values: tuple[float, float]) -> None:
     assert math.isnan(Max(values[0]).merge(Max(values[1])).value)
+
+
+def verdicts(scored: float, timeouts: float) -> StepMetrics:
+    return StepMetrics(
+        {
+            "rollout/reward": Mean(0.0, scored),
+            "rollout/no_score": Sum(timeouts),
+            "rollout/verdict_timeout": Sum(timeouts),
+            "rollout/verdict_crash": Sum(0.0),
+        }
+    )
+
+
+def test_a_step_in_which_every_verifier_failed_is_written_and_ends_the_run() -> None:
+    sink = Kept()
+    with pytest.raises(VerifierError, match=r"step 3: none of the 12 answers got a verdict \(timeout 12\); try the"):
+        Record(FakeTeam(after=(verdicts(0, 8),)), "train", [sink])(3, verdicts(0, 4))
+    assert len(sink.lines) == 1
+    Record(FakeTeam(after=(verdicts(1, 8),)), "train", [sink])(4, verdicts(0, 4))
+    assert len(sink.lines) == 2

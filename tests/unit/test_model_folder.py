@@ -1,6 +1,8 @@
 import json
 import math
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -127,6 +129,42 @@ def test_a_folder_without_an_end_token_is_an_error(broken: Path) -> None:
         open_folder(broken)
 
 
+@pytest.mark.parametrize("text", ["[]", '{"eos_token_id": "x"}', '{"eos_token_id": [1, true]}', '{"eos_token_id": -1}'])
+def test_a_generation_config_without_token_ids_is_an_error(text: str, broken: Path) -> None:
+    (broken / "generation_config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: (not a JSON object|eos_token_id must be)"):
+        open_folder(broken)
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"num_hidden_layers": "two"}, "num_hidden_layers must be an integer >= 1 (got 'two')"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers must be an integer >= 1 (got -1)"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be an integer >= 1 (got 0)"),
+        ({"hidden_size": None}, "hidden_size must be an integer >= 1 (got None)"),
+        ({"head_dim": True}, "head_dim must be an integer >= 1 (got True)"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a number > 0 (got '1e-6')"),
+        ({"rope_theta": -1.0}, "rope_theta must be a number > 0 (got -1.0)"),
+        ({"rope_scaling": "x"}, "rope scaling 'x' is not supported"),
+    ],
+)
+def test_a_config_with_impossible_numbers_is_an_error(values: dict[str, Any], problem: str, broken: Path) -> None:
+    change(broken / "config.json", **values)
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        open_folder(broken)
+
+
+def test_a_config_that_is_no_object_is_an_error(broken: Path) -> None:
+    (broken / "config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match="must hold a JSON object"):
+        open_folder(broken)
+    (broken / "config.json").unlink()
+    (broken / "config.json").mkdir()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        open_folder(broken)
+
+
 def test_a_vocabulary_smaller_than_a_token_id_is_an_error(broken: Path) -> None:
     change(broken / "config.json", vocab_size=20)
     with pytest.raises(CheckpointError, match=r"token id 20.*ends at 19"):
@@ -142,6 +180,9 @@ def test_a_missing_or_broken_tokenizer_is_an_error(broken: Path) -> None:
     (broken / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match="cannot be read"):
         open_folder(broken)
+    (broken / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        open_folder(broken)
     (broken / "tokenizer_config.json").unlink()
     with pytest.raises(CheckpointError, match="copy the model's tokenizer"):
         open_folder(broken)
@@ -155,6 +196,12 @@ def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
 def test_an_alphabet_that_repeats_a_character_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="repeats"):
         create_tiny(TinyModel(alphabet="0120"), tmp_path, seed=1)
+
+
+def test_weights_that_cannot_be_written_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        create_tiny(MODEL, tmp_path, seed=1)
 
 
 def test_chat_writes_the_template_and_tokenises_it(broken: Path) -> None:

@@ -144,6 +144,14 @@ def test_timing_metrics_are_the_ones_a_seed_does_not_fix() -> None:
 # --- console -------------------------------------------------------------------------------------------------------
 
 
+def test_what_could_not_be_measured_is_not_shown() -> None:
+    stream = io.StringIO()
+    console = Console(stream, {"train": 1}, width=100, clock=Clock())
+    console.write(1, "train", {"policy/entropy": 0.5, "kept/positive": math.nan, "rollout/reward": math.nan})
+    assert "entropy 0.500" in stream.getvalue()
+    assert "nan" not in stream.getvalue()
+
+
 def test_a_record_shows_everything_of_a_step() -> None:
     stream = io.StringIO()
     Console(stream, {"train": 200}, width=120, clock=Clock()).write(1, "train", FULL_STEP)

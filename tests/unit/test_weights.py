@@ -84,12 +84,21 @@ def test_shapes_that_only_fit_in_sum_are_named(folder: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("damage", [torch.nan, torch.inf])
 @pytest.mark.parametrize("name", [Q_PROJ, NORM])
-def test_nan_in_the_file_is_found(folder: Path, name: str) -> None:
+def test_numbers_that_are_not_finite_are_found(folder: Path, name: str, damage: float) -> None:
     tensor = load_file(folder / "model.safetensors")[name]
-    tensor.view(-1)[3] = torch.nan
+    tensor.view(-1)[3] = damage
     change(folder, {name: tensor})
-    with pytest.raises(CheckpointError, match=r"NaN in .*(linear_qkv|final_layernorm).*; the weights are damaged"):
+    with pytest.raises(
+        CheckpointError, match=r"NaN or infinity in .*(linear_qkv|final_layernorm).*; the weights are damaged"
+    ):
+        model_of(folder)
+
+
+def test_integers_are_no_weights(folder: Path) -> None:
+    change(folder, {Q_PROJ: torch.ones(64, 64, dtype=torch.int32)})
+    with pytest.raises(CheckpointError, match=f"{Q_PROJ} holds torch.int32, no floating numbers"):
         model_of(folder)
 
 

@@ -131,7 +131,10 @@ class Writer:
         return frozenset(self._stop_id(stop) for stop in stops)
 
     def _stop_id(self, stop: str) -> int:
-        token_ids = self.tokenizer.encode(stop)
+        try:
+            token_ids = self.tokenizer.encode(stop)
+        except DataError as error:
+            raise DataError(f"data.template ends responses at {stop!r}: {error}") from error
         if len(token_ids) != 1:
             raise DataError(
                 f"the template ends responses at {stop!r}, which is {len(token_ids)} tokens for this model, and "

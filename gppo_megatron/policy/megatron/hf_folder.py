@@ -66,24 +66,34 @@ def _weight_files(folder: Path) -> list[Path]:
 def write_hf_folder(folder: Path, weights: Iterable[tuple[str, torch.Tensor]], side_files_from: Path) -> None:
     """Write weights and the model's side files; the folder appears complete or not at all.
 
-    Raises CheckpointError when `folder` exists.
+    Raises CheckpointError when `folder` exists, or cannot be written (a full disk).
     """
     if folder.exists():
         raise CheckpointError(f"{folder} exists already; a checkpoint is never overwritten")
     unfinished = folder.with_name(folder.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
+    try:
+        _write_files(unfinished, weights, side_files_from)
+        unfinished.rename(folder)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{folder} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _write_files(folder: Path, weights: Iterable[tuple[str, torch.Tensor]], side_files_from: Path) -> None:
+    """Everything a model folder holds."""
+    folder.mkdir(parents=True)
     dtypes: set[torch.dtype] = set()
-    file_of = _write_shards(unfinished, _noting(weights, dtypes))
+    file_of = _write_shards(folder, _noting(weights, dtypes))
     for name in SIDE_FILES:
         if (side_files_from / name).exists():
-            shutil.copy(side_files_from / name, unfinished / name)
-    _declare_dtype(unfinished / "config.json", dtypes)
+            shutil.copy(side_files_from / name, folder / name)
+    _declare_dtype(folder / "config.json", dtypes)
     if len(set(file_of.values())) > 1:
-        (unfinished / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": file_of}, indent=1))
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": file_of}, indent=1))
     else:
-        (unfinished / "model-00001.safetensors").rename(unfinished / "model.safetensors")
-    unfinished.rename(folder)
+        (folder / "model-00001.safetensors").rename(folder / "model.safetensors")
 
 
 def _noting(

@@ -81,7 +81,7 @@ class MegatronPolicy:
         if not math.isfinite(grad_norm):
             raise GppoError(
                 f"optimizer step {self._version + 1}: the gradient norm is {grad_norm}; "
-                "lower optimizer.lr, or set objective.ratio_cap"
+                "lower the stage's optimizer.lr, or set objective.ratio_cap"
             )
         self._scheduler.step(increment=1)
         self._version += 1

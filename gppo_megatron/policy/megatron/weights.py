@@ -19,7 +19,7 @@ from gppo_megatron.policy.megatron.model import named_parameters
 def load(model: list[DistributedDataParallel], architecture: Architecture, source: HfReader) -> None:
     """Fill this rank's parameters from a Hugging Face folder.
 
-    Raises CheckpointError listing tensors that are missing, not part of the model, or of another shape.
+    Raises CheckpointError listing tensors that are missing, not part of the model, of another shape or damaged.
     """
     table = rules(architecture)
     _check_names(source, table, architecture)
@@ -29,16 +29,16 @@ def load(model: list[DistributedDataParallel], architecture: Architecture, sourc
     for name, parameter in named_parameters(model):
         rule = _rule_of(name, table, architecture)
         tensors = [source.read(hf_name) for hf_name in rule.hf]
-        problems = _shape_problems(rule, tensors, parameter.shape, size)
+        problems = _tensor_problems(rule, tensors, parameter.shape, size)
         wrong += problems
         if not problems:
             with torch.no_grad():
                 parameter.copy_(rule.layout.shard(tensors, size, rank))
     if wrong:
         raise CheckpointError(f"{source.folder}: the tensors do not fit config.json; {'; '.join(_shortened(wrong))}")
-    unfilled = [name for name, parameter in named_parameters(model) if parameter.isnan().any()]
-    if unfilled:
-        raise CheckpointError(f"{source.folder}: NaN in {', '.join(unfilled)}; the weights are damaged")
+    damaged = [name for name, parameter in named_parameters(model) if not parameter.isfinite().all()]
+    if damaged:
+        raise CheckpointError(f"{source.folder}: NaN or infinity in {', '.join(damaged)}; the weights are damaged")
 
 
 def _check_names(source: HfReader, table: dict[str, Rule], architecture: Architecture) -> None:
@@ -58,14 +58,16 @@ def _check_names(source: HfReader, table: dict[str, Rule], architecture: Archite
         raise CheckpointError(f"{source.folder}: the tensors do not fit config.json; {'; '.join(problems)}")
 
 
-def _shape_problems(rule: Rule, tensors: list[torch.Tensor], part: torch.Size, size: int) -> list[str]:
-    """Tensors that are not what `size` parts of shape `part` merge to."""
+def _tensor_problems(rule: Rule, tensors: list[torch.Tensor], part: torch.Size, size: int) -> list[str]:
+    """Tensors that are not what `size` parts of shape `part` merge to, or hold no floating numbers."""
     expected = rule.layout.merge([torch.empty(part, device="meta")] * size)
-    return [
+    problems = [
         f"{name} has the shape {list(tensor.shape)} instead of {list(like.shape)}"
         for name, tensor, like in zip(rule.hf, tensors, expected, strict=True)
         if tensor.shape != like.shape
     ]
+    kinds = zip(rule.hf, tensors, strict=True)
+    return problems + [f"{name} holds {t.dtype}, no floating numbers" for name, t in kinds if not t.is_floating_point()]
 
 
 def _shortened(items: list[str], shown: int = 5) -> list[str]:
