@@ -36,7 +36,9 @@ def test_log_probs_and_gradient(dtype: torch.dtype, temperature: float, scale: f
     weights_N = torch.randn(ROWS, generator=random)
 
     group = parallel_state.get_tensor_model_parallel_group()
-    ours_N = token_statistics(logits_NV, labels_N, VocabShard(0, VOCAB, group), temperature).logprobs_N
+    # Through an identity for a head, hidden rows are logits.
+    head_VV = torch.eye(VOCAB + PADDING, dtype=dtype)
+    ours_N = token_statistics(logits_NV, head_VV, labels_N, VocabShard(0, VOCAB, group), temperature).logprobs_N
     # Megatron-Core has neither a temperature nor a padded vocabulary, and writes into its argument.
     scaled_NV = logits_NV.float()[:, :VOCAB] / temperature
     theirs_N = -vocab_parallel_cross_entropy(scaled_NV[:, None, :].clone(), labels_N[:, None]).squeeze(1)

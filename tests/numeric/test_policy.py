@@ -24,6 +24,7 @@ from gppo_megatron.objective.policy_gradient import (
 )
 from gppo_megatron.objective.presets import PRESETS, Aggregation
 from gppo_megatron.objective.trust_region import TrustRegion
+from gppo_megatron.policy.megatron import forward, head
 from gppo_megatron.policy.megatron.save import SaveHf
 from gppo_megatron.policy.megatron.update import MegatronModel, MegatronPolicy
 from gppo_megatron.rollout.collect import Collector
@@ -145,6 +146,27 @@ def test_recomputing_activations_changes_no_gradient(folder: Path) -> None:
     assert model.chunks[0].config.recompute_granularity == "full"
     policy_of(model).update(batch_of(), GPPO)
     assert_close(exported_gradients(model), hf_gradients(folder), 1e-5)
+
+
+def test_the_gradient_with_a_head_of_one_row_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "SCRATCH_BYTES", 1)
+    model = model_of(folder, TEMPERATURE)
+    policy_of(model).update(batch_of(), GPPO)
+    assert_close(exported_gradients(model), hf_gradients(folder), 1e-5)
+
+
+def test_only_rows_with_loss_reach_the_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = []
+
+    def counted(hidden_NH: torch.Tensor, *arguments: Any) -> head.TokenStatistics:
+        rows.append(len(hidden_NH))
+        return head.token_statistics(hidden_NH, *arguments)
+
+    monkeypatch.setattr(forward, "token_statistics", counted)
+    batch = batch_of(micro_batch_tokens=60)
+    policy_of(model_of(folder)).update(batch, GPPO)
+    assert rows == [int(micro.mask_T.sum()) for micro in batch.micro_batches]
+    assert len(rows) > 1
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -340,7 +362,9 @@ class Scaled:
 def test_a_gradient_that_is_not_finite_stops_the_run(folder: Path, factor: float) -> None:
     policy = policy_of(model_of(folder))
     policy.update(batch_of(), GPPO)
-    with pytest.raises(GppoError, match=r"optimizer step 2: the gradient norm is (nan|inf); lower optimizer\.lr"):
+    with pytest.raises(
+        GppoError, match=r"optimizer step 2: the gradient norm is (nan|inf); lower the stage's optimizer\.lr"
+    ):
         policy.update(batch_of(), Scaled(GPPO, factor))
     assert policy.version == 1
 

@@ -1,6 +1,6 @@
 """One micro-batch through the model: flat sequences in, per-token statistics and the scaled loss out.
 
-Letters: T tokens of the micro-batch, B sequences, S the longest, N predictions with loss, V this rank's vocabulary.
+Letters: T tokens of the micro-batch, B sequences, S the longest, H hidden size, N predictions with loss.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from gppo_megatron.metrics import Last, Max, Mean, Metric, StepMetrics, Sum
 from gppo_megatron.objective.policy_gradient import Objective, TokenStreams
 from gppo_megatron.objective.reduce import total
-from gppo_megatron.policy.megatron.head import VocabShard, token_statistics
+from gppo_megatron.policy.megatron.head import TokenStatistics, VocabShard, token_statistics
 from gppo_megatron.types import MicroBatch
 
 
@@ -35,35 +35,48 @@ class Forward:
     temperature: float
     device: torch.device
 
-    def train(
-        self, objective: Objective, version: int, batches: Iterator[MicroBatch], model: Any
-    ) -> tuple[torch.Tensor, Any]:
+    def train(self, objective: Objective, version: int, batches: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
         """A Megatron forward step whose loss is `objective` on weights of `version`; bind those two by `partial`."""
         batch = next(batches)
-        return self._logits(batch, model), partial(self._loss, objective, version, batch)
+        return self._statistics(batch, model), partial(self._loss, objective, version, batch)
 
-    def score(self, batches: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
+    def score(self, batches: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
         """A Megatron forward step that collects logprobs_T."""
         batch = next(batches)
-        return self._logits(batch, model), partial(self._collect, batch)
+        return self._statistics(batch, model), partial(self._collect, batch)
 
-    def _logits(self, batch: MicroBatch, model: Any) -> torch.Tensor:
-        """[B, S, V] on the last pipeline stage, hidden states elsewhere. Causal attention never sees right padding."""
+    def _statistics(self, batch: MicroBatch, model: Any) -> Any:
+        """TokenStatistics of the last pipeline stage, hidden states elsewhere. Causal attention never sees right
+        padding."""
         tokens_BS = pad_sequence(list(torch.split(batch.tokens_T, list(batch.lengths))), batch_first=True).to(
             self.device
         )
         positions_BS = torch.arange(tokens_BS.shape[1], device=self.device).expand_as(tokens_BS)
-        return model(tokens_BS, positions_BS, None)  # type: ignore[no-any-return]
+        return model(tokens_BS, positions_BS, None, output_processor=partial(self._head, batch))
 
-    def _streams(self, batch: MicroBatch, version: int, logits_BSV: torch.Tensor) -> TokenStreams:
+    def _head(
+        self,
+        batch: MicroBatch,
+        *,
+        hidden_states: torch.Tensor,
+        output_layer: Any,
+        output_weight: torch.Tensor | None,
+        **_: Any,
+    ) -> TokenStatistics:
+        """Megatron's output processor: the rows of hidden_states [S, B, H] that carry loss, through the head."""
+        picked_N = _picked(batch)
+        places = _places(batch)
+        hidden_NH = hidden_states[
+            places.position_T[picked_N].to(self.device), places.sequence_T[picked_N].to(self.device)
+        ]
+        weight_VH = output_layer.weight if output_weight is None else output_weight
+        labels_N = batch.labels_T[picked_N].to(self.device)
+        return token_statistics(hidden_NH, weight_VH, labels_N, self.shard, self.temperature)
+
+    def _streams(self, batch: MicroBatch, version: int, statistics: TokenStatistics) -> TokenStreams:
         """Statistics of the predictions that carry loss; 0 elsewhere."""
+        picked_N = _picked(batch).to(self.device)
         mask_T = batch.mask_T.to(self.device)
-        rows_T = _rows(batch, logits_BSV.shape[1]).to(self.device)
-        # A micro-batch without loss still runs one row, so that every rank has a graph to go backward through.
-        picked_N = mask_T.nonzero().squeeze(1) if batch.mask_T.any() else rows_T.new_zeros(1)
-        logits_NV = logits_BSV.flatten(0, 1)[rows_T[picked_N]]
-        labels_N = batch.labels_T.to(self.device)[picked_N]
-        statistics = token_statistics(logits_NV, labels_N, self.shard, self.temperature)
         zeros_T = torch.zeros(mask_T.shape, dtype=statistics.logprobs_N.dtype, device=self.device)
         return TokenStreams(
             logprobs_T=zeros_T.index_put((picked_N,), statistics.logprobs_N),
@@ -75,21 +88,38 @@ class Forward:
             mask_T=mask_T,
         )
 
-    def _loss(self, objective: Objective, version: int, batch: MicroBatch, logits_BSV: torch.Tensor) -> MegatronLoss:
-        token_loss = objective(self._streams(batch, version, logits_BSV))
+    def _loss(self, objective: Objective, version: int, batch: MicroBatch, statistics: TokenStatistics) -> MegatronLoss:
+        token_loss = objective(self._streams(batch, version, statistics))
         loss = total(token_loss.loss_T, batch.share_T.to(self.device))
         # Megatron may scale the loss it is given in place: the recorded value is a copy.
         metrics = {**token_loss.metrics, "loss/total": Sum(loss.detach().clone())}
         return MegatronLoss(loss, torch.ones((), dtype=torch.int, device=self.device), metrics)
 
-    def _collect(self, batch: MicroBatch, logits_BSV: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
-        return self._streams(batch, 0, logits_BSV).logprobs_T
+    def _collect(self, batch: MicroBatch, statistics: TokenStatistics, non_loss_data: bool = True) -> torch.Tensor:
+        return self._streams(batch, 0, statistics).logprobs_T
 
 
-def _rows(batch: MicroBatch, longest: int) -> torch.Tensor:
-    """Where each of the T tokens stands in the flattened [B x S] grid."""
-    starts = [index * longest for index in range(len(batch.lengths))]
-    return torch.cat([torch.arange(start, start + n) for start, n in zip(starts, batch.lengths, strict=True)])
+def _picked(batch: MicroBatch) -> torch.Tensor:
+    """Which of the T tokens run through the head: int64 [N], on the CPU.
+
+    A micro-batch without loss still runs one row, so that every rank has a graph to go backward through.
+    """
+    return batch.mask_T.nonzero().squeeze(1) if batch.mask_T.any() else torch.zeros(1, dtype=torch.int64)
+
+
+class Places(NamedTuple):
+    """Where each of the T tokens stands in the [S x B] grid; int64, on the CPU."""
+
+    position_T: torch.Tensor
+    sequence_T: torch.Tensor
+
+
+def _places(batch: MicroBatch) -> Places:
+    lengths_B = torch.tensor(batch.lengths)
+    return Places(
+        position_T=torch.cat([torch.arange(length) for length in batch.lengths]),
+        sequence_T=torch.arange(len(lengths_B)).repeat_interleave(lengths_B),
+    )
 
 
 def read_metrics(collected: list[Mapping[str, Metric[torch.Tensor]]]) -> StepMetrics:

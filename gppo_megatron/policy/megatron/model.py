@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -19,6 +18,7 @@ from megatron.core.transformer import TransformerConfig
 from gppo_megatron.config.architecture import Architecture
 from gppo_megatron.config.schema import Parallel
 from gppo_megatron.errors import ConfigError
+from gppo_megatron.policy.megatron.gpt import GPT
 from gppo_megatron.policy.megatron.mapping.table import global_name
 
 HAVE_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
@@ -27,6 +27,7 @@ FIXED: dict[str, Any] = {
     **dict.fromkeys(("context_parallel_size", "expert_model_parallel_size"), 1),
     **dict.fromkeys(("sequence_parallel", "fp16", "multi_latent_attention", "rotary_interleaved"), False),
     **dict.fromkeys(("layernorm_zero_centered_gamma", "attention_output_gate"), False),
+    "defer_embedding_wgrad_compute": False,
     **dict.fromkeys(("num_moe_experts", "mtp_num_layers", "window_size", "softmax_scale")),
     **dict.fromkeys(("virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size")),
 }
@@ -118,7 +119,7 @@ def build_model(
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=architecture.qk_norm)
     else:
         spec = get_gpt_layer_local_spec(qk_layernorm=architecture.qk_norm, normalization="RMSNorm")
-    module = GPTModel(
+    module = GPT(
         config=config,
         transformer_layer_spec=spec,
         vocab_size=architecture.padded_vocab(config.tensor_model_parallel_size),
