@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import sys
+import time
 import warnings
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ OPTIONS = {"columns": "column"}
 """Keys of `data:` whose option has another name."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 INTERRUPTED = 128 + signal.SIGINT
+RANK_0_FIRST_SECONDS = 5.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,11 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(options, rank)
     except PeerLostError as error:
         return error.exit_code  # the process that was lost, or the launcher, says why
-    except ConfigError as error:
-        if rank == 0:  # every process finds the same mistake
-            print(error, file=sys.stderr)
-        return error.exit_code
     except GppoError as error:
+        # Most mistakes are found by every process: the launcher stops the others before they repeat rank 0.
+        time.sleep(0 if rank == 0 else RANK_0_FIRST_SECONDS)
         print(error, file=sys.stderr)
         return error.exit_code
     except OSError as error:

@@ -134,8 +134,11 @@ def test_the_number_of_processes_is_checked(
     assert "= 2 processes, but 1 was started; start 2" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
+    waited: list[float] = []
+    monkeypatch.setattr("time.sleep", waited.append)
     assert main(["train", run_yaml, "parallel.tensor=2"]) == 2
-    assert capsys.readouterr().err == ""  # rank 0 says it
+    assert "= 2 processes, but 3 were started" in capsys.readouterr().err
+    assert waited == [5.0]  # rank 0 says it first, and ends the others
 
 
 def test_only_rank_0_looks_at_the_run_folder_and_speaks(
