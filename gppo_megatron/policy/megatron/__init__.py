@@ -3,5 +3,9 @@
 import warnings
 
 # Megatron-Core says these at every start, of what is a choice here and no fault.
-for message in ("(Transformer Engine and )?Apex (is|are) not installed", "full scope is deprecated", "MimoModelConfig is"):
+for message in (
+    "(Transformer Engine and )?Apex (is|are) not installed",
+    "full scope is deprecated",
+    "MimoModelConfig is experimental",
+):
     warnings.filterwarnings("ignore", message=message, category=UserWarning)
