@@ -6,6 +6,10 @@ ARG BASE_IMAGE=python:3.12-slim
 FROM ${BASE_IMAGE}
 
 ARG TORCH=torch==2.13.0
+# pycosat, of reasoning-gym, comes as source alone.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/gppo_megatron
 COPY pyproject.toml README.md LICENSE ./
 COPY gppo_megatron gppo_megatron

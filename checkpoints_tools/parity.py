@@ -74,7 +74,7 @@ def megatron_logits(folder: Path, tokens_BS: torch.Tensor) -> torch.Tensor:
 def transformers_logits(folder: Path, tokens_BS: torch.Tensor) -> torch.Tensor:
     """float32 [B, S, vocabulary]."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
     )
     with torch.no_grad():
         return model.eval()(tokens_BS).logits  # type: ignore[no-any-return]

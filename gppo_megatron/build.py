@@ -1,182 +1,151 @@
 """RunConfig -> running objects. The only place where a `kind:` or a mode chooses a class."""
 
-import json
 import os
 import shutil
-import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from importlib import metadata
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
-from gppo_verifiers.errors import WorkerStartError
-from gppo_verifiers.pool import WorkerPool
+from gppo_verifiers.types import Judge
 from yaml import safe_load
 
-from gppo_megatron.config.derived import resolve_objective
+from gppo_megatron.build_judge import open_judge
+from gppo_megatron.build_objective import diagnosed, gap_alarm, objective_of, reference_folder
+from gppo_megatron.build_rollout import Rollouts, open_rollouts
+from gppo_megatron.build_source import open_source
+from gppo_megatron.config import schema
+from gppo_megatron.config.derived import ResolvedObjective, linear_work, resolve_objective
+from gppo_megatron.config.layout import alignment, micro_batch_multiple, slices
 from gppo_megatron.config.load import dump
-from gppo_megatron.config.schema import FileData, HfModel, ReasoningGymData, RunConfig, TinyModel, Warmup
+from gppo_megatron.config.schema import (
+    FileData,
+    HfModel,
+    ReasoningGymData,
+    RunConfig,
+    TinyModel,
+    Warmup,
+)
+from gppo_megatron.data.balance import PackedRoom, PaddedRoom, Room, Work
 from gppo_megatron.data.files.source import load_problems
-from gppo_megatron.data.model_folder import ModelFolder, create_tiny, open_folder
+from gppo_megatron.data.model_folder import ModelFolder, open_folder
 from gppo_megatron.data.packing import Packer
 from gppo_megatron.data.prompts import PromptStream
 from gppo_megatron.data.reasoning_gym import draw_problems
 from gppo_megatron.data.split import Problems, check_room
-from gppo_megatron.errors import ConfigError, VerifierError
-from gppo_megatron.evaluate.answers import ANSWERS, AnswerFile
-from gppo_megatron.evaluate.checkpoint import Examination, table
+from gppo_megatron.errors import ConfigError
 from gppo_megatron.evaluate.held_out import Evaluate, Evaluation
+from gppo_megatron.lasting import Lasting
 from gppo_megatron.objective.advantages import ADVANTAGES
-from gppo_megatron.objective.policy_gradient import MaximumLikelihood, PolicyGradient
-from gppo_megatron.objective.trust_region import TrustRegion
+from gppo_megatron.objective.policy_gradient import MaximumLikelihood
+from gppo_megatron.objective.presets import Aggregation
+from gppo_megatron.objective.sampler_gap import GapMeasured
 from gppo_megatron.observe.console import Console
 from gppo_megatron.observe.jsonl import JsonLines
 from gppo_megatron.observe.record import Record
 from gppo_megatron.observe.report import write_html, write_png
 from gppo_megatron.observe.sinks import Sink
+from gppo_megatron.observe.stop_request import StopRequest
 from gppo_megatron.observe.tensorboard import TensorBoard
+from gppo_megatron.observe.watchdog import Deadlines, Watchdog
+from gppo_megatron.policy.megatron.arrangement import Arrangement, EndToEnd, Shares, SideBySide
+from gppo_megatron.policy.megatron.checkpoint import Checkpoints
+from gppo_megatron.policy.megatron.divergence import head_divergence
 from gppo_megatron.policy.megatron.hf_folder import HfReader
-from gppo_megatron.policy.megatron.mapping.table import rules
-from gppo_megatron.policy.megatron.model import build_model, transformer_config
+from gppo_megatron.policy.megatron.model import HAVE_TRANSFORMER_ENGINE, build_model, transformer_config
+from gppo_megatron.policy.megatron.peak import peak_tflops
 from gppo_megatron.policy.megatron.platform import device_of
+from gppo_megatron.policy.megatron.precision import DTYPES, check_device
+from gppo_megatron.policy.megatron.preflight import preflight
 from gppo_megatron.policy.megatron.save import SaveHf
+from gppo_megatron.policy.megatron.scoring import measured_of_anchor
 from gppo_megatron.policy.megatron.topology import MegatronTopology, topology
-from gppo_megatron.policy.megatron.update import MegatronModel, MegatronPolicy, loaded_model
+from gppo_megatron.policy.megatron.update import MegatronModel, MegatronPolicy, ReferenceScorer, loaded_model
 from gppo_megatron.policy.megatron.weights import load
 from gppo_megatron.rollout.collect import Collector
-from gppo_megatron.rollout.embedded import EmbeddedEngine
-from gppo_megatron.rollout.engine import Sampling
-from gppo_megatron.rollout.source import GivenAnswers, Synchronous
-from gppo_megatron.train import Every, Run, train
-from gppo_megatron.weight_sync.in_process import InProcess, Withheld
+from gppo_megatron.rollout.engine import Engine, Sampling
+from gppo_megatron.rollout.probe import PolicyGap
+from gppo_megatron.rollout.source import GivenAnswers
+from gppo_megatron.run_folder import (
+    CHECKPOINTS,
+    METRICS,
+    MODEL,
+    TRAINED,
+    new_run_folder,
+    reopened_run_folder,
+)
+from gppo_megatron.train import Every, InTurn, RolloutSource, Run, train
+from gppo_megatron.train_state import seed_generators
+from gppo_megatron.types import TrainBatch
+from gppo_megatron.weight_sync.in_process import Withheld
 
-COLLECTIVE_TIMEOUT_SECONDS = 1800
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-METRICS, CONFIG, VERSIONS = "metrics.jsonl", "config.yaml", "versions.json"
+ARRANGEMENTS: dict[str, Callable[[Shares], Arrangement]] = {"packed": EndToEnd, "padded": SideBySide}
+COLLECTIVE_MARGIN_SECONDS = 60
+"""A collective gives up after the watchdog, which can say more."""
 CURVES, REPORT = "curves.png", "report.html"
-NUMERICS = ("gppo-megatron", "torch", "megatron-core", "transformers", "math-verify", "sympy", "reasoning-gym")
+ALIVE = "alive"
 
 
-def run_training(config: RunConfig) -> None:
-    """Collective: the whole run, as one of its processes. `config` has passed its checks; the run folder is new."""
+def run_training(config: RunConfig, resume: bool) -> None:
+    """Collective: the whole run, as one of its processes. `config` has passed its checks.
+
+    resume: go on from the newest checkpoint of the run folder, where that is there already; else it is new.
+    """
     device = device_of(config.device)
+    check_device(config.precision, device, HAVE_TRANSFORMER_ENGINE)
     torch.set_num_threads(config.threads)
+    seed_generators(config.seed)
     folder, rank = Path(config.run), int(os.environ.get("RANK", "0"))
+    timeout = config.watchdog.phase + COLLECTIVE_MARGIN_SECONDS
     with ExitStack() as resources:
-        resources.enter_context(new_run_folder(config, folder) if rank == 0 else nullcontext())
+        standing = None
+        if rank == 0 and resume and folder.exists():
+            standing = resources.enter_context(reopened_run_folder(config, folder))
+            shutil.rmtree(folder / ALIVE, ignore_errors=True)
+        elif rank == 0:
+            resources.enter_context(new_run_folder(config, folder))
         # Joining the other processes waits for rank 0, so everyone finds the folder complete.
-        teams = resources.enter_context(topology(config.parallel, device, config.seed, COLLECTIVE_TIMEOUT_SECONDS))
-        judge = resources.enter_context(open_judge(config))
+        teams = resources.enter_context(topology(config.parallel, device, config.seed, timeout))
+        standing = teams.world.gather(standing)[0]
+        report = preflight(device, teams.world)
+        judge = resources.enter_context(closing(open_judge(config)))
         model_folder = open_folder(model_path(config, folder))
         teams.world.gather(None)  # all have read the folder before a process may fail and remove it
+        stop = StopRequest()
+        deadlines = Deadlines(config.watchdog.silence, config.watchdog.phase, config.save.grace)
+        watchdog = Watchdog(folder / ALIVE, teams.world.rank, teams.world.size, deadlines, stop)
+        resources.enter_context(watchdog)
+        if rank == 0:
+            print(report if standing is None else f"{report}\nresuming   {standing}", flush=True)
         problems = find_problems(config, model_folder, speaks=rank == 0)
         sinks = open_sinks(config, folder) if rank == 0 else []
-        builder = Builder(config, device, teams, model_folder, judge, problems, sinks)
-        policy, evaluate = builder.run_stages()
-        builder.saver(policy).write(folder / "hf")
+        checkpoints = Checkpoints(folder / CHECKPOINTS, teams.world, config.save, dump(config), model_folder.path)
+        kept = next((sink.bytes_kept for sink in sinks if isinstance(sink, JsonLines)), int)  # rank 0 alone writes it
+        lasting = Lasting(config, checkpoints, teams.world, standing, stop, watchdog, kept)
+        rollouts = resources.enter_context(
+            open_rollouts(config, model_folder, DTYPES[config.precision.dtype], device, teams.world)
+        )
+        builder = Builder(config, device, teams, model_folder, judge, problems, sinks, rollouts, lasting)
+        with stop:
+            policy, evaluate = builder.run_stages()
+        watchdog.enter("writing the trained model")
+        builder.saver(policy).write(folder / TRAINED)
     for sink in sinks:
         sink.close()
     if rank == 0:
         write_reports(config, folder, evaluate)
 
 
-def run_evaluation(config: RunConfig, model: Path, out: Path, samples: int, problems: int | None) -> None:
-    """Evaluate a Hugging Face folder, in one process, on the run's held-out set with its sampling and its verifiers.
-
-    out: keeps every answer; a stopped evaluation goes on from there. problems: only the first so many.
-    """
-    device, model_folder, reader = device_of(config.device), open_folder(model), HfReader(model)
-    torch.set_num_threads(config.threads)
-    found = find_problems(config, model_folder, speaks=True)
-    prompts = found.heldout[:problems]
-    weights = {
-        file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(model.glob("*.safetensors"))
-    }
-    resolved = safe_load(dump(config))
-    settings = {key: resolved[key] for key in ("data", "rollout", "seed", "dtype")}
-    settings |= {
-        "versions": versions(),
-        "model": str(model.resolve()),
-        "weights": weights,
-        "samples": samples,
-        "problems": len(prompts),
-    }
-    answers = AnswerFile(out, settings)
-    engine = EmbeddedEngine(model, DTYPES[config.dtype], device, cache_tokens=config.rollout.cache_tokens)
-    names = (name for rule in rules(model_folder.architecture).values() for name in rule.hf)
-    engine.load(0, ((name, reader.read(name)) for name in names))
-    rollout, tokenizer = config.rollout, model_folder.tokenizer
-    sampling = Sampling(rollout.temperature, rollout.max_new_tokens, tokenizer.end_ids | found.stop_ids)
-    with open_judge(config) as judge:
-        collector = Collector(engine, judge, sampling, tokenizer.decode, samples, config.seed)
-        results = Examination(collector, prompts, tokenizer.decode, answers, say=print).run()
-    print(f"{table(results)}\nevery answer is in {out / ANSWERS}", flush=True)
-
-
-def open_judge(config: RunConfig) -> WorkerPool:
-    """The verifiers' worker processes. Raises VerifierError where none can be started."""
-    try:
-        return WorkerPool(config.judge.workers, config.judge.timeout)
-    except WorkerStartError as error:
-        raise VerifierError(f"no verifier process can be started: {error}") from error
-
-
 def model_path(config: RunConfig, folder: Path) -> Path:
     """Where the run's starting model lies."""
     match config.model:
         case TinyModel():
-            return folder / "model"
+            return folder / MODEL
         case HfModel(path=path):
             return Path(path)
-
-
-@contextmanager
-def new_run_folder(config: RunConfig, folder: Path) -> Iterator[None]:
-    """The run's folder, which disappears again where the run ends, by an error or SIGTERM, before its first metrics.
-
-    Until then it holds nothing worth keeping, and the repaired command must find its place free.
-    Raises ConfigError where the folder cannot be made. Must be entered in the main thread.
-    """
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(f"run folder {folder} cannot be made: {error.strerror}; choose another `run:`") from error
-
-    def stop(number: int, frame: object) -> None:
-        remove_unmeasured(folder)
-        signal.signal(number, previous)
-        os.kill(os.getpid(), number)
-
-    previous = signal.signal(signal.SIGTERM, stop)
-    try:
-        fill_run_folder(config, folder)
-        yield
-    finally:
-        remove_unmeasured(folder)
-        signal.signal(signal.SIGTERM, previous)
-
-
-def remove_unmeasured(folder: Path) -> None:
-    """Remove a run folder without a line of metrics."""
-    metrics = folder / METRICS
-    if not metrics.exists() or metrics.stat().st_size == 0:
-        shutil.rmtree(folder)
-
-
-def fill_run_folder(config: RunConfig, folder: Path) -> None:
-    """The resolved configuration, the packages' versions, and the model when it is to be made."""
-    (folder / CONFIG).write_text(dump(config), encoding="utf-8")
-    (folder / VERSIONS).write_text(json.dumps(versions(), indent=1), encoding="utf-8")
-    if isinstance(config.model, TinyModel):
-        create_tiny(config.model, folder / "model", config.seed)
-
-
-def versions() -> dict[str, str]:
-    """The packages that a run's numbers depend on, verifiers included."""
-    return {package: metadata.version(package) for package in NUMERICS}
 
 
 def find_problems(config: RunConfig, model_folder: ModelFolder, speaks: bool) -> Problems:
@@ -188,7 +157,7 @@ def find_problems(config: RunConfig, model_folder: ModelFolder, speaks: bool) ->
             problems = load_problems(data, model_folder.tokenizer, say=print if speaks else lambda line: None)
     rooms = {
         "the model's positions": model_folder.architecture.max_positions,
-        "rollout.cache_tokens": config.rollout.cache_tokens,
+        config.rollout.room.key: config.rollout.room.tokens,
         "batch.micro_batch_tokens": config.batch.micro_batch_tokens,
     }
     check_room(problems, config.rollout.max_new_tokens, rooms)
@@ -217,7 +186,7 @@ def write_reports(config: RunConfig, folder: Path, evaluate: Evaluate) -> None:
     """The picture and the page of the whole run."""
     write_png(folder / METRICS, folder / CURVES)
     write_html(folder / METRICS, folder / REPORT, config.run, dump(config), evaluate.samples)
-    print(f"wrote {folder / REPORT}, {folder / CURVES} and the trained model {folder / 'hf'}", flush=True)
+    print(f"wrote {folder / REPORT}, {folder / CURVES} and the trained model {folder / TRAINED}", flush=True)
 
 
 @dataclass(frozen=True)
@@ -228,42 +197,68 @@ class Builder:
     device: torch.device
     teams: MegatronTopology
     model_folder: ModelFolder
-    judge: WorkerPool
+    judge: Judge
     problems: Problems
     sinks: Sequence[Sink]
+    rollouts: Rollouts
+    lasting: Lasting
 
     def run_stages(self) -> tuple[MegatronPolicy, Evaluate]:
         """Collective: train every stage in turn; each one's optimizer is built when its stage begins."""
-        model = self.load_model()
-        engine = EmbeddedEngine(
-            self.model_folder.path, self.dtype, self.device, cache_tokens=self.config.rollout.cache_tokens
-        )
-        evaluate = self.evaluation(engine)
+        model = self.load_model(self.model_folder.path)
+        evaluate = self.evaluation(self.rollouts.engine)
         version = 0
         for warmup in self.warmups():
             policy = MegatronPolicy(model, warmup.optimizer, warmup.steps)
-            train(self.supervised(policy, warmup))
+            train(self.lasting.stage("warmup", self.supervised(policy, warmup), policy))
             version = policy.version
         steps = self.config.steps * self.config.batch.updates
-        policy = MegatronPolicy(model, self.config.optimizer, steps, version)
-        train(self.reinforcement(policy, engine, evaluate))
+        cell = resolve_objective(self.config).cell
+        exact = head_divergence(replace(cell, estimator="exact")) if self.config.diagnostics.exact_sample else None
+        trained = model.replaying() if self.replays else model
+        policy = MegatronPolicy(trained, self.config.optimizer, steps, version, head_divergence(cell), exact)
+        with self.source() as source:
+            train(self.lasting.stage("train", self.reinforcement(policy, source, evaluate), policy))
         return policy, evaluate
 
     @property
     def dtype(self) -> torch.dtype:
-        return DTYPES[self.config.dtype]
+        return DTYPES[self.config.precision.dtype]
+
+    @property
+    def peak_flops(self) -> float | None:
+        """Operations a second of this process's device."""
+        given = self.config.diagnostics.peak_tflops
+        peak = given if given is not None else peak_tflops(self.device, self.dtype)
+        return None if peak is None else peak * 1e12
+
+    @property
+    def replays(self) -> bool:
+        return self.config.objective.routing == "replayed"
 
     def warmups(self) -> Iterator[Warmup]:
-        if self.config.warmup is not None:
+        """None where it is already over."""
+        if self.config.warmup is not None and not self.lasting.warmup_is_over():
             yield self.config.warmup
 
-    def load_model(self) -> MegatronModel:
-        """Collective: this process's part of the model, filled from the model folder."""
+    def load_model(self, folder: Path, frozen: bool = False) -> MegatronModel:
+        """Collective: this process's part of the model, filled from a folder of the model's architecture."""
         architecture, parallel = self.model_folder.architecture, self.config.parallel
-        megatron = transformer_config(architecture, parallel, self.device, self.dtype, self.config.megatron)
-        chunks = build_model(megatron, architecture, self.device)
-        load(chunks, architecture, HfReader(self.model_folder.path))
-        return loaded_model(chunks, architecture, self.config.rollout.temperature, self.device)
+        memory = self.config.memory
+        megatron = transformer_config(
+            architecture,
+            parallel,
+            self.device,
+            self.dtype,
+            self.config.megatron,
+            memory,
+            replay=self.replays and not frozen,
+            fp8=self.config.precision.fp8,
+        )
+        chunks = build_model(megatron, architecture, self.device, parallel, memory, frozen)
+        load(chunks, architecture, HfReader(folder))
+        arrange = ARRANGEMENTS[self.config.batch.arrangement]
+        return loaded_model(chunks, architecture, self.config.rollout.temperature, self.device, arrange)
 
     def supervised(self, policy: MegatronPolicy, warmup: Warmup) -> Run:
         """Cold start: the reference answers, as an objective over given trajectories."""
@@ -275,54 +270,86 @@ class Builder:
                 PromptStream(self.problems.train, self.config.seed), warmup.sequences, self.teams.data
             ),
             advantage=lambda rewards: rewards,
-            packer=Packer(1, self.config.batch.micro_batch_tokens, "token_mean", None, self.teams.data),
+            packer=self.packer(1, "token_mean", None),
             scorers=(),
             sync=Withheld(),
             at_start=(),
-            after_step=(Record(self.teams.world, "warmup", self.sinks),),
+            after_step=(Record(self.teams.world, "warmup", self.sinks, self.peak_flops),),
         )
 
-    def reinforcement(self, policy: MegatronPolicy, engine: EmbeddedEngine, evaluate: Evaluate) -> Run:
+    def source(self) -> AbstractContextManager[RolloutSource]:
+        """The groups that training samples."""
+        config, top_tokens = self.config, resolve_objective(self.config).sampled_top_tokens
+        collector = self.collector(self.rollouts.engine, config.batch.group, config.seed, top_tokens, self.replays)
+        stream = PromptStream(self.problems.train, config.seed)
+        return open_source(config, stream, collector, self.rollouts, self.teams)
+
+    def reinforcement(self, policy: MegatronPolicy, source: RolloutSource, evaluate: Evaluate) -> Run:
         """GPPO on sampled, judged answers."""
         config, resolved = self.config, resolve_objective(self.config)
-        record = Record(self.teams.world, "train", self.sinks)
+        record = Record(self.teams.world, "train", self.sinks, self.peak_flops)
         save_every = config.save.every or config.steps + 1
         return Run(
             steps=config.steps,
             policy=policy,
-            objective=PolicyGradient(TrustRegion(resolved.cell), resolved.ratio_cap, resolved.dual_clip),
-            rollouts=Synchronous(
-                stream=PromptStream(self.problems.train, config.seed),
-                collector=self.collector(engine, config.batch.group, config.seed),
-                prompts_per_step=config.batch.prompts,
-                data=self.teams.data,
-                replica=self.teams.replica,
-            ),
+            objective=GapMeasured(diagnosed(objective_of(resolved), resolved, config.diagnostics)),
+            rollouts=source,
             advantage=ADVANTAGES[resolved.advantage],
-            packer=Packer(
-                updates=config.batch.updates,
-                micro_batch_tokens=config.batch.micro_batch_tokens,
-                aggregation=resolved.aggregation,
-                constant_length=resolved.length,
-                data_team=self.teams.data,
+            packer=self.packer(config.batch.updates, resolved.aggregation, resolved.length),
+            scorers=self.scorers(policy, resolved),
+            sync=self.rollouts.checked(
+                PolicyGap(self.packer(1, "token_mean", None), policy.annotate, self.problems.train[0])
             ),
-            scorers=(policy.annotate,) if resolved.anchor == "recomputed" else (),
-            sync=InProcess(engine),
             at_start=(evaluate, record),
             after_step=(
+                *self.rollouts.reports,
                 Every(config.evaluation.every, config.steps, evaluate),
                 Every(save_every, save_every, self.saver(policy)),
-                record,
+                InTurn((record, gap_alarm(config, self.teams.world))),
             ),
         )
 
-    def collector(self, engine: EmbeddedEngine, group_size: int, seed: int) -> Collector:
+    def packer(self, updates: int, aggregation: Aggregation, constant_length: int | None) -> Packer:
+        batch, parallel = self.config.batch, self.config.parallel
+        unit = alignment(parallel, self.config.precision.fp8)
+        rooms: dict[str, Room] = {
+            "packed": PackedRoom(slices(parallel), unit),
+            "padded": PaddedRoom(unit),
+        }
+        return Packer(
+            updates=updates,
+            micro_batch_tokens=batch.micro_batch_tokens,
+            aggregation=aggregation,
+            constant_length=constant_length,
+            data_team=self.teams.data,
+            multiple=micro_batch_multiple(parallel),
+            room=rooms[batch.arrangement],
+            work=Work(linear_work(self.model_folder.architecture)),
+        )
+
+    def scorers(
+        self, policy: MegatronPolicy, resolved: ResolvedObjective
+    ) -> tuple[Callable[[TrainBatch], TrainBatch], ...]:
+        """Collective: what annotates a batch before its updates."""
+        sample = self.config.diagnostics.exact_sample
+        measurements = measured_of_anchor(resolved.anchor, resolved.cell.estimator, resolved.topk, sample)
+        anchor = (partial(policy.score, measurements),) if measurements else ()
+        penalised = any(isinstance(term, schema.ReferenceKl) for term in resolved.auxiliary)
+        return (*anchor, ReferenceScorer(self.load_model(self.reference(policy), frozen=True))) if penalised else anchor
+
+    def reference(self, policy: MegatronPolicy) -> Path:
+        """Collective."""
+        return reference_folder(self.config, self.model_folder.path, self.teams.world, self.saver(policy).write)
+
+    def collector(
+        self, engine: Engine, group_size: int, seed: int, top_tokens: int = 0, experts: bool = False
+    ) -> Collector:
         rollout, tokenizer = self.config.rollout, self.model_folder.tokenizer
         stop_ids = tokenizer.end_ids | self.problems.stop_ids
-        sampling = Sampling(rollout.temperature, rollout.max_new_tokens, stop_ids)
+        sampling = Sampling(rollout.temperature, rollout.max_new_tokens, stop_ids, top_tokens, experts)
         return Collector(engine, self.judge, sampling, tokenizer.decode, group_size, seed)
 
-    def evaluation(self, engine: EmbeddedEngine) -> Evaluate:
+    def evaluation(self, engine: Engine) -> Evaluate:
         config = self.config.evaluation
         collector = self.collector(engine, config.samples, self.config.seed)
         prompts = self.problems.heldout[: config.prompts]

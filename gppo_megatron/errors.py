@@ -41,3 +41,15 @@ class PeerLostError(GppoError):
     """Another process of this run is gone; that process, or its launcher, says why."""
 
     exit_code = 75
+
+
+class StalledError(GppoError):
+    """A process of this run gave no sign of life, or made no progress, within its deadline."""
+
+    exit_code = 76
+
+
+class Interrupted(GppoError):  # noqa: N818 - nothing is wrong
+    """SIGTERM came; a checkpoint was saved."""
+
+    exit_code = 143

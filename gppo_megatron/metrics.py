@@ -1,7 +1,8 @@
 """Metric values that know how they combine, over micro-batches, optimizer steps and ranks alike."""
 
+import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, Self, TypeVar
@@ -38,7 +39,7 @@ class Mean(Generic[Number]):
 
 @dataclass(frozen=True)
 class Max(Generic[Number]):
-    """The largest; NaN once anything is NaN."""
+    """The largest; NaN once anything is NaN, -inf where nothing was measured."""
 
     value: Number
 
@@ -63,8 +64,16 @@ Metric = Sum[Number] | Mean[Number] | Max[Number] | Last[Number]
 class StepMetrics:
     """What one step measured: name -> metric. Names are `group/what`, e.g. `rollout/reward`, `time/update`."""
 
-    def __init__(self, values: Mapping[str, Metric[float]] | None = None) -> None:
+    def __init__(
+        self, values: Mapping[str, Metric[float]] | None = None, entering: Callable[[str], None] = lambda phase: None
+    ) -> None:
+        """entering: told the name of each timed phase as it begins."""
         self._values: dict[str, Metric[float]] = dict(values or {})
+        self._entering = entering
+
+    def __reduce__(self) -> tuple[type["StepMetrics"], tuple[dict[str, Metric[float]]]]:
+        """Other processes get the values alone."""
+        return StepMetrics, (self._values,)
 
     def add(self, name: str, metric: Metric[float]) -> None:
         """Record `metric`, combined with what `name` already holds."""
@@ -80,6 +89,7 @@ class StepMetrics:
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
         """Record the seconds spent inside as `time/<name>`: the slowest rank's."""
+        self._entering(name)
         start = time.perf_counter()
         try:
             yield
@@ -90,5 +100,10 @@ class StepMetrics:
         return iter(self._values.items())
 
     def flat(self) -> dict[str, float]:
-        """name -> number, sorted by name."""
-        return {name: float(metric.value) for name, metric in sorted(self._values.items())}
+        """name -> number, sorted by name; NaN where nothing was measured."""
+        return {name: _number(metric) for name, metric in sorted(self._values.items())}
+
+
+def _number(metric: Metric[float]) -> float:
+    value = float(metric.value)
+    return math.nan if isinstance(metric, Max) and value == -math.inf else value

@@ -8,10 +8,11 @@ from gppo_megatron.data.packing import Packer
 from gppo_megatron.metrics import StepMetrics
 from gppo_megatron.objective.policy_gradient import Objective
 from gppo_megatron.policy.api import Policy, WeightSync
+from gppo_megatron.train_state import Resumable
 from gppo_megatron.types import Group, TrainBatch
 
 
-class RolloutSource(Protocol):
+class RolloutSource(Resumable, Protocol):
     """Where groups of judged trajectories come from."""
 
     def next_groups(self, step: int, metrics: StepMetrics) -> list[Group]:
@@ -41,8 +42,23 @@ class Every:
 
 
 @dataclass(frozen=True)
+class InTurn:
+    """Several actions as one."""
+
+    actions: tuple[Action, ...]
+
+    def __call__(self, step: int, metrics: StepMetrics) -> None:
+        for act in self.actions:
+            act(step, metrics)
+
+
+@dataclass(frozen=True)
 class Run:
-    """One stage of a run. rewards -> advantages is per group; scorers annotate batches before the first update."""
+    """One stage of a run. rewards -> advantages is per group; scorers annotate batches before the first update.
+
+    first: the step to begin with; those before it were done by an earlier process. measure: what a step's
+    measurements go into.
+    """
 
     steps: int
     policy: Policy
@@ -54,16 +70,18 @@ class Run:
     sync: WeightSync
     at_start: tuple[Action, ...]
     after_step: tuple[Action, ...]
+    first: int = 1
+    measure: Callable[[int], StepMetrics] = lambda step: StepMetrics()
 
 
 def train(run: Run) -> None:
     """Collective: every process of the run calls it with its own part of the same stage."""
-    run.sync.publish(run.policy.version, run.policy.weights())
-    before = StepMetrics()
+    run.sync.publish(run.policy.version, run.policy.weights)
+    before = run.measure(run.first - 1)
     for act in run.at_start:
-        act(0, before)
-    for step in range(1, run.steps + 1):
-        metrics = StepMetrics()
+        act(run.first - 1, before)
+    for step in range(run.first, run.steps + 1):
+        metrics = run.measure(step)
         with metrics.time("step"):
             with metrics.time("rollout"):
                 groups = run.rollouts.next_groups(step, metrics)
@@ -74,6 +92,6 @@ def train(run: Run) -> None:
                 for batch in batches:
                     metrics.merge(run.policy.update(batch, run.objective))
             with metrics.time("publish"):
-                run.sync.publish(run.policy.version, run.policy.weights())
+                run.sync.publish(run.policy.version, run.policy.weights)
         for act in run.after_step:
             act(step, metrics)

@@ -29,6 +29,33 @@ class Prompt:
 
 
 @dataclass(frozen=True, eq=False)
+class TopTokens:
+    """The K likeliest tokens of the distribution that was sampled from, at each of n places.
+
+    ids: int32 [n, K], -1 where there is no such token (a smaller vocabulary, or a place where nothing was sampled).
+    logprobs: float32 [n, K], in nats; anything at id -1.
+    rest: float32 [n], log of what all tokens but these and the sampled one have together; -inf where nothing is left.
+    """
+
+    ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    rest: NDArray[np.float32]
+
+    def __post_init__(self) -> None:
+        if self.ids.shape != self.logprobs.shape or self.ids.shape[:1] != self.rest.shape:
+            raise ValueError(f"top tokens differ in shape: {self.ids.shape}, {self.logprobs.shape}, {self.rest.shape}")
+
+    def after(self, places: int) -> "TopTokens":
+        """The same behind `places` empty ones."""
+        count = self.ids.shape[1]
+        return TopTokens(
+            np.concatenate([np.full((places, count), -1, np.int32), self.ids]),
+            np.concatenate([np.zeros((places, count), np.float32), self.logprobs]),
+            np.concatenate([np.zeros(places, np.float32), self.rest]),
+        )
+
+
+@dataclass(frozen=True, eq=False)
 class Trajectory:
     """One sampled sequence, prompt included. All arrays have one length n.
 
@@ -38,6 +65,10 @@ class Trajectory:
     trainable: bool [n], tokens the policy sampled and may be trained on.
     policy_versions: int64 [n], the policy version that sampled the token; -1 where none did.
     finish: "stop" at an end token, "length" at the token limit.
+    top: of the n tokens, where they were asked for.
+    experts: int16 [n, layers, k], the experts that each layer sent token i to when it was read; -1 in layers without
+        experts, and for tokens that were not read, such as the last. None where they were not asked for.
+    penalty: what its reward is less than the verdict's score.
     """
 
     token_ids: NDArray[np.int64]
@@ -46,9 +77,14 @@ class Trajectory:
     policy_versions: NDArray[np.int64]
     finish: str
     verdict: Verdict
+    top: TopTokens | None = None
+    experts: NDArray[np.int16] | None = None
+    penalty: float = 0.0
 
     def __post_init__(self) -> None:
-        arrays = (self.sampler_logprobs, self.trainable, self.policy_versions)
+        arrays = [self.sampler_logprobs, self.trainable, self.policy_versions]
+        arrays += [self.top.rest] if self.top is not None else []
+        arrays += [self.experts] if self.experts is not None else []
         if any(len(array) != len(self.token_ids) for array in arrays):
             raise ValueError(f"trajectory arrays differ in length: {[len(self.token_ids), *map(len, arrays)]}")
         if len(self.token_ids) and self.trainable[0]:
@@ -67,7 +103,38 @@ class Group:
     @property
     def rewards(self) -> tuple[float | None, ...]:
         """A reward a trajectory; None where the verifier failed, which is no reward at all."""
-        return tuple(trajectory.verdict.score for trajectory in self.trajectories)
+        return tuple(
+            None if (score := trajectory.verdict.score) is None else score - trajectory.penalty
+            for trajectory in self.trajectories
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class TopStreams:
+    """`TopTokens` of a micro-batch's predictions: ids_TK int32, logprobs_TK and rest_T float32."""
+
+    ids_TK: torch.Tensor
+    logprobs_TK: torch.Tensor
+    rest_T: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PastRows:
+    """The distributions that an earlier policy gave to N of a micro-batch's predictions with loss, to be worked out
+    again: all of them, or a sample.
+
+    Under context parallelism, of those of this process alone.
+
+    picked_N: int64, on the CPU; at which of the T positions they are. hidden_NH: its rows before the head, on the CPU.
+    weight_VH: this process's shard of its head, on the model's device, one copy for all micro-batches.
+    top_logits_N, top_logprobs_N: float32, on the CPU; as the head gave them.
+    """
+
+    picked_N: torch.Tensor
+    hidden_NH: torch.Tensor
+    weight_VH: torch.Tensor
+    top_logits_N: torch.Tensor
+    top_logprobs_N: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +146,11 @@ class MicroBatch:
     sampler_logprobs_T, anchor_logprobs_T, advantages_T: float32 [T], 0 outside the mask.
     policy_versions_T: int64 [T], the policy version that sampled the predicted token; -1 where none did.
     share_T: float32 [T], the prediction's share in the global mean (`objective.reduce`).
+    reference_logprobs_T: float32 [T], 0 outside the mask; None where no reference policy scored the batch.
+    top, past: the anchor policy's distributions, where the estimator asks for them; what the policy measured itself
+        is on the last pipeline stage alone.
+    experts_TLK: int16 [T, layers, k], where the sampler sent each of tokens_T in each layer, as in `Trajectory`; None
+        where it was not asked.
     lengths: tokens of each sequence; their sum is T. A micro-batch is never empty: filler sequences have no mask.
     """
 
@@ -91,17 +163,27 @@ class MicroBatch:
     policy_versions_T: torch.Tensor
     share_T: torch.Tensor
     lengths: tuple[int, ...]
+    reference_logprobs_T: torch.Tensor | None = None
+    top: TopStreams | None = None
+    past: PastRows | None = None
+    experts_TLK: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         total = sum(self.lengths)
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, torch.Tensor) and tuple(value.shape) != (total,):
+            if not isinstance(value, torch.Tensor):
+                continue
+            if len(value) != total or value.ndim != (3 if field.name == "experts_TLK" else 1):
                 raise ValueError(f"{field.name} has shape {tuple(value.shape)}, but the sequences hold {total} tokens")
 
     def with_anchor(self, anchor_logprobs_T: torch.Tensor) -> Self:
         """The same micro-batch with another anchor policy's log-probs."""
         return replace(self, anchor_logprobs_T=torch.where(self.mask_T, anchor_logprobs_T, 0.0))
+
+    def with_reference(self, reference_logprobs_T: torch.Tensor) -> Self:
+        """The same micro-batch with a reference policy's log-probs."""
+        return replace(self, reference_logprobs_T=torch.where(self.mask_T, reference_logprobs_T, 0.0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,3 +257,23 @@ class Topology(Protocol):
 
     @property
     def replica(self) -> Team: ...
+
+
+@dataclass(frozen=True)
+class Described:
+    """A tensor to be sent: its Hugging Face name, dtype (as in `float32`) and shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the processes of a group meet: `size` of them, of which rank 0 listens at address:port."""
+
+    address: str
+    port: int
+    size: int
+    name: str
+    backend: str

@@ -45,11 +45,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_processes(plans: Sequence[ProcessPlan]) -> int:
+def run_processes(plans: Sequence[ProcessPlan], grace_seconds: float = STOP_SECONDS) -> int:
     """Run all processes to their end; returns the exit status of the whole.
 
     0 when all succeed. As soon as one fails all others are stopped and one line on stderr says why; the status is
-    the failed one's, or 128 + its signal. SIGINT, SIGTERM and SIGHUP stop all: 128 + that signal.
+    the failed one's, or 128 + its signal. SIGINT, SIGTERM and SIGHUP stop all: 128 + that signal. They get
+    grace_seconds to save their state; a second signal ends them at once.
     Rank 0 writes to this process's stdout and stderr; whatever other ranks write goes to stderr as `rank k: ...`.
     Must be called from the main thread, in a process without other threads.
     """
@@ -57,16 +58,16 @@ def run_processes(plans: Sequence[ProcessPlan]) -> int:
         crew = _Crew()
         try:
             crew.start(plans)
-            return _supervise(crew, received)
+            return _supervise(crew, received, grace_seconds)
         finally:
             crew.close()
 
 
-def _supervise(crew: "_Crew", received: Sequence[int]) -> int:
+def _supervise(crew: "_Crew", received: Sequence[int], grace_seconds: float) -> int:
     while crew.live:
         crew.watch()
         if received:
-            count = crew.stop()
+            count = crew.stop(grace_seconds, until=lambda: len(received) > 1)
             print(f"interrupted; stopped {_count(count)}", file=sys.stderr)
             return 128 + received[0]
         if crew.failures:
@@ -126,13 +127,13 @@ class _Crew:
         # Ended within one poll: a killed process is the cause, and an error elsewhere its consequence.
         self.failures += sorted((end for end in ended if end.status != 0), key=lambda end: end.status >= 0)
 
-    def stop(self) -> int:
-        """End all live processes, politely at first; returns how many there were."""
+    def stop(self, seconds: float = STOP_SECONDS, until: Callable[[], bool] = lambda: False) -> int:
+        """End all live processes, politely for so long, or `until` that is over; returns how many there were."""
         count = len(self.live)
         for process in self.live.values():
             _signal_group(process, signal.SIGTERM)
-        deadline = time.monotonic() + STOP_SECONDS
-        while self.live and time.monotonic() < deadline:
+        deadline = time.monotonic() + seconds
+        while self.live and time.monotonic() < deadline and not until():
             self.watch()
         self._kill()
         self._output.drain()  # so that the last word is the launcher's

@@ -24,8 +24,12 @@ def plan_processes(config: RunConfig, path: str, overrides: Sequence[str], port:
     path, overrides: what `config` was loaded from; every process loads them again.
     port: a free TCP port, where the processes find one another.
     """
-    size = config.parallel.processes
-    argv = (sys.executable, "-m", "gppo_megatron", "train", path, *overrides)
+    return plan_command(("train", path, *overrides), config.parallel.processes, config.threads, port)
+
+
+def plan_command(arguments: Sequence[str], size: int, threads: int, port: int) -> tuple[ProcessPlan, ...]:
+    """`gppo` with these arguments as `size` processes of one machine, in rank order; threads: CPU threads of each."""
+    argv = (sys.executable, "-m", "gppo_megatron", *arguments)
     return tuple(
         ProcessPlan(
             rank=rank,
@@ -37,7 +41,7 @@ def plan_processes(config: RunConfig, path: str, overrides: Sequence[str], port:
                 "LOCAL_WORLD_SIZE": str(size),
                 "MASTER_ADDR": ADDRESS,
                 "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": str(config.threads),
+                "OMP_NUM_THREADS": str(threads),
             },
         )
         for rank in range(size)

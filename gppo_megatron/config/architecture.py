@@ -2,25 +2,53 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gppo_megatron.config.hf_fields import FAMILIES, LLAMA3_ROPE, experts_of, field_problems, rope_of
 from gppo_megatron.config.schema import HfModel, TinyModel
 from gppo_megatron.errors import ConfigError
 
 PAD_TOKEN, END_TOKEN = "<pad>", "<end>"
 """The first two tokens of a tiny model's vocabulary; its alphabet follows."""
 
-QK_NORM_FAMILIES = frozenset({"qwen3"})
+QK_NORM_FAMILIES = frozenset({"qwen3", "qwen3_moe"})
 QKV_BIAS_FAMILIES = frozenset({"qwen2"})
-FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The sparse layers: each token goes to `per_token` of `count` SwiGLU MLPs of width `ffn`.
+
+    normalized: the chosen experts' probabilities are made to add up to 1. dense: numbers of layers with a plain MLP.
+    """
+
+    count: int
+    per_token: int
+    ffn: int
+    normalized: bool
+    dense: frozenset[int]
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's stretching of rotary positions beyond `original_positions`: frequencies whose wavelength exceeds
+    original_positions / low_factor are divided by `factor`, those below original_positions / high_factor kept."""
+
+    factor: float
+    low_factor: float
+    high_factor: float
+    original_positions: float
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder-only transformer with RMSNorm, rotary positions, grouped-query attention and a SwiGLU MLP."""
+    """A decoder-only transformer with RMSNorm, rotary positions, grouped-query attention and SwiGLU MLPs.
+
+    ffn: width of the MLP of layers without experts. experts: None for a dense model.
+    """
 
     family: str
     layers: int
@@ -36,6 +64,12 @@ class Architecture:
     norm_eps: float
     rope_theta: float
     max_positions: int
+    rope_scaling: RopeScaling | None = None
+    experts: Experts | None = None
+
+    def experts_in(self, layer: int) -> int:
+        """Experts of layer number `layer`, from 0; 0 for a plain MLP."""
+        return self.experts.count if self.experts is not None and layer not in self.experts.dense else 0
 
     def padded_vocab(self, tensor_parallel: int) -> int:
         """Rows of the embedding when it is cut in `tensor_parallel` equal shards."""
@@ -44,7 +78,17 @@ class Architecture:
 
 def hf_config_of_tiny(model: TinyModel) -> dict[str, Any]:
     """The config.json of a tiny model."""
-    return {
+    experts = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": model.experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "moe_intermediate_size": model.expert_ffn,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    dense = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "vocab_size": 2 + len(model.alphabet),
@@ -66,6 +110,7 @@ def hf_config_of_tiny(model: TinyModel) -> dict[str, Any]:
         "bos_token_id": None,
         "torch_dtype": "float32",
     }
+    return dense | experts if model.experts else dense
 
 
 def architecture_of(model: TinyModel | HfModel) -> Architecture:
@@ -98,11 +143,10 @@ def parse_hf_config(config: Mapping[str, Any], source: str) -> Architecture:
     family = config.get("model_type")
     if family not in FAMILIES:
         raise ConfigError(f"{source}: model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    problems = [*_wrong_numbers(config)]
-    problems += _unsupported(config, rope) if isinstance(rope, Mapping) else [f"rope scaling {rope!r} is not supported"]
+    problems = field_problems(config)
     if problems:
         raise ConfigError(f"{source}: " + "; ".join(problems))
+    rope = rope_of(config)
     heads = int(config["num_attention_heads"])
     return Architecture(
         family=str(family),
@@ -117,42 +161,28 @@ def parse_hf_config(config: Mapping[str, Any], source: str) -> Architecture:
         qk_norm=family in QK_NORM_FAMILIES,
         qkv_bias=family in QKV_BIAS_FAMILIES,
         norm_eps=float(config["rms_norm_eps"]),
-        rope_theta=float(config.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
+        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
         max_positions=int(config.get("max_position_embeddings") or 32_768),
+        rope_scaling=_rope_scaling(rope),
+        experts=_experts(config) if family == "qwen3_moe" else None,
     )
 
 
-def _wrong_numbers(config: Mapping[str, Any]) -> Iterator[str]:
-    """Fields that must be there, or may be left out or null, and are no number above 0."""
-    counts = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    for key in (*counts, "rms_norm_eps"):
-        if key not in config:
-            yield f"{key} is missing"
-    for key in (*counts, "num_key_value_heads", "head_dim", "max_position_embeddings"):
-        value: Any = config.get(key)
-        if value is None and key not in counts:
-            continue
-        if key in config and (type(value) is not int or value < 1):
-            yield f"{key} must be an integer >= 1 (got {value!r})"
-    for key in ("rms_norm_eps", "rope_theta"):
-        value = config.get(key)
-        if value is None and key == "rope_theta":
-            continue
-        if key in config and (type(value) not in (int, float) or not value > 0):
-            yield f"{key} must be a number > 0 (got {value!r})"
+def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
+    if rope.get("rope_type", rope.get("type")) != "llama3":
+        return None
+    return RopeScaling(*(float(rope[key]) for key in LLAMA3_ROPE))
 
 
-def _unsupported(config: Mapping[str, Any], rope: Mapping[str, Any]) -> list[str]:
-    """Fields whose value changes the mathematics in a way this project does not implement."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    checks = {
-        f"rope scaling {kind!r} is not supported": kind != "default",
-        f"hidden_act {config.get('hidden_act')!r} is not supported (silu is)": config.get("hidden_act", "silu")
-        != "silu",
-        "attention_bias is not supported": bool(config.get("attention_bias")),
-        "mlp_bias is not supported": bool(config.get("mlp_bias")),
-        "sliding-window attention is not supported": bool(config.get("sliding_window"))
-        and config.get("use_sliding_window", True),
-        "quantized weights are not supported": "quantization_config" in config,
-    }
-    return [message for message, found in checks.items() if found]
+def _experts(config: Mapping[str, Any]) -> Experts:
+    """Every `decoder_sparse_step`-th layer has experts, but for the `mlp_only_layers`."""
+    step, dense = int(config.get("decoder_sparse_step", 1)), config.get("mlp_only_layers") or []
+    return Experts(
+        count=int(experts_of(config)),
+        per_token=int(config["num_experts_per_tok"]),
+        ffn=int(config["moe_intermediate_size"]),
+        normalized=bool(config["norm_topk_prob"]),
+        dense=frozenset(
+            layer for layer in range(int(config["num_hidden_layers"])) if layer in dense or (layer + 1) % step
+        ),
+    )

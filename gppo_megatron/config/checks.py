@@ -2,6 +2,7 @@
 
 import glob
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -9,11 +10,25 @@ from typing import Any
 
 from gppo_megatron.config.architecture import Architecture, architecture_of
 from gppo_megatron.config.bounds import problem_with
+from gppo_megatron.config.expert_layout import expert_problems
+from gppo_megatron.config.layout import layout_problems
 from gppo_megatron.config.model_folder import folder_problems
-from gppo_megatron.config.problems import config_error
-from gppo_megatron.config.schema import FileData, HfModel, Optimizer, RunConfig, TinyModel
+from gppo_megatron.config.number_checks import number_problems
+from gppo_megatron.config.problems import config_error, show
+from gppo_megatron.config.rollouts import ServerRollout
+from gppo_megatron.config.schema import (
+    FileData,
+    HfModel,
+    Objective,
+    Optimizer,
+    ReferenceKl,
+    RunConfig,
+    ServiceCode,
+    TinyModel,
+)
+from gppo_megatron.config.source_checks import source_problems
 from gppo_megatron.errors import ConfigError
-from gppo_megatron.objective.presets import PRESETS
+from gppo_megatron.objective.presets import ESTIMATORS, PRESETS, Surrogate
 
 
 def check(config: RunConfig, source: str = "configuration") -> None:
@@ -21,15 +36,19 @@ def check(config: RunConfig, source: str = "configuration") -> None:
     problems = list(_bound_problems(config, ""))
     if not problems:  # what follows divides by these numbers and looks these names up
         problems = [*_batch_problems(config), *_schedule_problems(config), *_objective_problems(config)]
-        problems += [*_data_problems(config), *_model_problems(config)]
+        problems += [*source_problems(config), *_data_problems(config)]
+        problems += [*_judge_problems(config), *_model_problems(config)]
     if problems:
         raise config_error(source, problems)
 
 
-def check_run_folder(config: RunConfig) -> None:
-    """Raises ConfigError when the run's folder exists: nothing is ever overwritten or mixed."""
-    if Path(config.run).exists():
-        raise ConfigError(f"run folder {config.run} exists already; choose another `run:` or remove it")
+def check_run_folder(config: RunConfig, resume: bool = False) -> None:
+    """Raises ConfigError when the run's folder exists, unless it is to `resume`: nothing is overwritten or mixed."""
+    folder = Path(config.run)
+    if not resume and folder.exists():
+        raise ConfigError(
+            f"run folder {folder} exists already; choose another `run:`, remove it, or go on with that run: --resume"
+        )
 
 
 def check_world(config: RunConfig, world_size: int) -> None:
@@ -37,7 +56,7 @@ def check_world(config: RunConfig, world_size: int) -> None:
     needed = config.parallel.processes
     if world_size != needed:
         raise ConfigError(
-            f"this run needs parallel.tensor x pipeline x data = {needed} process{'es' * (needed > 1)}, "
+            f"this run needs parallel.tensor x pipeline x data x context = {needed} process{'es' * (needed > 1)}, "
             f"but {world_size} {'were' if world_size > 1 else 'was'} started; start {needed}, or change parallel"
         )
 
@@ -47,6 +66,9 @@ def _bound_problems(section: Any, prefix: str) -> Iterator[str]:
         value = getattr(section, item.name)
         if is_dataclass(value):
             yield from _bound_problems(value, f"{prefix}{item.name}.")
+        elif isinstance(value, tuple) and any(map(is_dataclass, value)):
+            for place, entry in enumerate(value):
+                yield from _bound_problems(entry, f"{prefix}{item.name}[{place}].")
         elif (problem := problem_with(type(section), item.name, value)) is not None:
             yield f"{prefix}{item.name}: {problem}"
 
@@ -67,7 +89,7 @@ def _batch_problems(config: RunConfig) -> Iterator[str]:
     tokens = config.rollout.max_new_tokens
     for name, room in (
         ("batch.micro_batch_tokens", batch.micro_batch_tokens),
-        ("rollout.cache_tokens", config.rollout.cache_tokens),
+        config.rollout.room,
     ):
         if tokens >= room:
             yield f"{name}: must exceed rollout.max_new_tokens = {tokens}, to leave room for a prompt (got {room})"
@@ -93,13 +115,19 @@ def _data_problems(config: RunConfig) -> Iterator[str]:
     needed = data.max_prompt_tokens + config.rollout.max_new_tokens
     for name, room in (
         ("batch.micro_batch_tokens", config.batch.micro_batch_tokens),
-        ("rollout.cache_tokens", config.rollout.cache_tokens),
+        config.rollout.room,
     ):
         if needed > room:
             yield (
                 f"{name}: must hold a prompt of data.max_prompt_tokens = {data.max_prompt_tokens} and a response of "
                 f"rollout.max_new_tokens = {config.rollout.max_new_tokens}, {needed} in all (got {room})"
             )
+
+
+def _judge_problems(config: RunConfig) -> Iterator[str]:
+    code = config.judge.code
+    if isinstance(code, ServiceCode) and code.token_env is not None and not os.environ.get(code.token_env):
+        yield f"judge.code.token_env: the environment has no {code.token_env}; set it to the services' token"
 
 
 def _schedule_problems(config: RunConfig) -> Iterator[str]:
@@ -129,9 +157,93 @@ def _objective_problems(config: RunConfig) -> Iterator[str]:
         yield "objective.alpha: required for the divergence 'alpha'"
     if divergence != "alpha" and objective.alpha is not None:
         yield f"objective.alpha: used by the divergence 'alpha' alone, but this run's is {divergence!r}"
+    yield from _surrogate_problems(config)
+    yield from _term_problems(objective)
+    yield from _sample_problems(config)
+    estimator = objective.estimator or preset.cell.estimator
+    if estimator != "topk" and objective.topk is not None:
+        yield (
+            f"objective.topk: used by the estimator 'topk' alone, but this run's is {estimator!r}; "
+            "remove it, or set objective.estimator: topk"
+        )
+    if objective.routing == "replayed" and isinstance(config.rollout, ServerRollout):
+        yield (
+            "objective.routing: 'replayed' needs the experts that the sampler sent each token to, which rollout.kind = "
+            f"{config.rollout.kind!r} does not report; set objective.routing: own, or rollout.kind: embedded"
+        )
     aggregation = objective.aggregation or preset.aggregation
     if objective.length is not None and aggregation != "constant_length":
         yield f"objective.length: used by the aggregation 'constant_length' alone, but this run's is {aggregation!r}"
+
+
+SURROGATE_LIMITS: dict[Surrogate, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "mask": (ESTIMATORS, ()),
+    "penalty": (("mc", "atomic"), ("ratio_cap", "dual_clip", "ratio_guard")),
+    "sequence_mask": (("mc",), ()),
+    "geometric_mean": (("mc",), ("dual_clip", "ratio_guard")),
+}
+"""surrogate -> the estimators it can use, and the keys that mean nothing with it."""
+
+
+def _surrogate_problems(config: RunConfig) -> Iterator[str]:
+    objective, preset = config.objective, PRESETS[config.objective.preset]
+    surrogate = objective.surrogate or preset.surrogate
+    estimators, unused = SURROGATE_LIMITS[surrogate]
+    estimator = objective.estimator or preset.cell.estimator
+    if estimator not in estimators:
+        choices = " or ".join(estimators)
+        yield f"objective.estimator: must be {choices} with the surrogate {surrogate!r} (got {estimator!r})"
+    limits = {
+        "ratio_cap": preset.ratio_cap if objective.ratio_cap is None else objective.ratio_cap,
+        "dual_clip": objective.dual_clip,
+        "ratio_guard": objective.ratio_guard or preset.cell.ratio_guard,
+    }
+    for name in unused:
+        if limits[name] is not None:
+            yield f"objective.{name}: means nothing with the surrogate {surrogate!r} (got {show(limits[name])})"
+
+
+def _sample_problems(config: RunConfig) -> Iterator[str]:
+    """Of the exact divergence beside another estimator."""
+    objective, preset, given = config.objective, PRESETS[config.objective.preset], config.diagnostics
+    surrogate = objective.surrogate or preset.surrogate
+    if not given.exact_sample:
+        return
+    if (objective.estimator or preset.cell.estimator) == "exact":
+        yield (
+            "diagnostics.exact_sample: the objective's estimator 'exact' works the divergence of every token out; "
+            f"set it to 0 (got {given.exact_sample})"
+        )
+    if surrogate != "mask":
+        yield (
+            "diagnostics.exact_sample: compares which tokens a trust region masks one by one, but the surrogate is "
+            f"{surrogate!r}; set it to 0, or set objective.surrogate: mask (got {given.exact_sample})"
+        )
+    if not given.estimators:
+        yield (
+            "diagnostics.exact_sample: compares diagnostics.estimators with the exact divergence, but there are none; "
+            f"set it to 0, or name some (got {given.exact_sample})"
+        )
+
+
+def _term_problems(objective: Objective) -> Iterator[str]:
+    """Of corrections, auxiliary terms and the reference."""
+    for name, sections in (("corrections", objective.corrections), ("auxiliary", objective.auxiliary)):
+        kinds = [section.kind for section in sections]
+        for place, kind in enumerate(kinds):
+            if kind in kinds[:place]:
+                yield f"objective.{name}[{place}].kind: {kind!r} is there already; each kind may stand once"
+            if kind in {"tis", "mis", "reject"} and objective.anchor != "recomputed":
+                yield (
+                    f"objective.{name}[{place}]: {kind!r} compares the anchor with the sampler, which are the same "
+                    f"with objective.anchor: {objective.anchor}; set it to recomputed, or leave the correction out"
+                )
+    if objective.reference is None:
+        return
+    if not any(isinstance(section, ReferenceKl) for section in objective.auxiliary):
+        yield "objective.reference: used by a term of the kind 'kl' in objective.auxiliary alone, but there is none"
+    elif not Path(objective.reference).is_dir():
+        yield f"objective.reference: no such folder (got {objective.reference!r})"
 
 
 def _model_problems(config: RunConfig) -> list[str]:
@@ -149,20 +261,13 @@ def _model_problems(config: RunConfig) -> list[str]:
 
 
 def _shape_problems(config: RunConfig, shape: Architecture) -> Iterator[str]:
-    tensor, pipeline = config.parallel.tensor, config.parallel.pipeline
     if shape.heads % shape.kv_heads:
         yield f"model: its {shape.heads} heads must be divisible by its {shape.kv_heads} kv_heads"
-    common = math.gcd(shape.heads, shape.kv_heads, shape.ffn)
-    if common % tensor:
-        yield (
-            f"parallel.tensor: must divide the model's heads = {shape.heads}, kv_heads = {shape.kv_heads} and "
-            f"ffn = {shape.ffn} (got {tensor}); {_divisors(common)} would do"
-        )
-    if shape.layers % pipeline:
-        yield (
-            f"parallel.pipeline: must divide the model's layers = {shape.layers} (got {pipeline}); "
-            f"{_divisors(shape.layers)} would do"
-        )
+    yield from layout_problems(config, shape)
+    yield from expert_problems(config.parallel, shape)
+    yield from number_problems(config, shape)
+    if config.objective.routing == "replayed" and shape.experts is None:
+        yield "objective.routing: the model has no experts to send tokens to (got 'replayed'); own would do"
     yield from _length_problems(config, shape)
 
 
@@ -178,8 +283,3 @@ def _length_problems(config: RunConfig, shape: Architecture) -> Iterator[str]:
             f"data.max_prompt_tokens: must be at most {shape.max_positions - longest}, the model's "
             f"{shape.max_positions} positions less rollout.max_new_tokens (got {config.data.max_prompt_tokens})"
         )
-
-
-def _divisors(number: int) -> str:
-    *rest, last = [str(divisor) for divisor in range(1, number + 1) if number % divisor == 0]
-    return f"{', '.join(rest)} or {last}" if rest else last

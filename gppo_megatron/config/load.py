@@ -1,6 +1,8 @@
 """A run's YAML and its `key=value` overrides -> RunConfig, or one error that lists everything wrong with them."""
 
+import builtins
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
@@ -11,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from gppo_megatron.config.bounds import problem_with
 from gppo_megatron.config.problems import config_error, nearest, show
+from gppo_megatron.config.rollouts import CUTTING, NEED_NO_KIND, NO_CUT
 from gppo_megatron.config.schema import RunConfig
 from gppo_megatron.config.yaml_text import parse, parse_scalar, render
 from gppo_megatron.errors import ConfigError
@@ -84,18 +87,35 @@ def _section(owner: type, tree: Mapping[str, Any], prefix: str, problems: list[s
         elif name in _required(owner):
             problems.append(f"{prefix}{name}: required, but not set")
     for name in tree:
-        if name not in hints:
+        if name in CUTTING and prefix == "rollout.":
+            problems.append(f"{prefix}{name}: {NO_CUT} (got {show(tree[name])})")
+        elif name not in hints:
             problems.append(f"{prefix}{name}: no such key{nearest(name, hints) or _elsewhere(name, prefix)}")
     return None if problems else owner(**values)
 
 
 def _value(owner: type, name: str, hint: Any, given: Any, prefix: str, problems: list[str]) -> object:
     where = prefix + name
+    if _sections(item := _item(hint)):
+        return _list(item, given, where, problems)
     sections = _sections(hint)
     if not sections:
         return _leaf(owner, name, hint, given, where, problems)
     if given is None and NoneType in _members(hint):
         return None
+    return _one(sections, given, where, problems)
+
+
+def _list(item: Any, given: Any, where: str, problems: list[str]) -> object:
+    """A list of sections, each of them one of the types of `item`."""
+    if not isinstance(given, list):
+        problems.append(f"{where}: must be a list of mappings (got {show(given)})")
+        return None
+    return tuple(_one(_sections(item), entry, f"{where}[{place}]", problems) for place, entry in enumerate(given))
+
+
+def _one(sections: Sequence[Any], given: Any, where: str, problems: list[str]) -> object:
+    """The section that `given` holds; None once there are problems, which are appended."""
     if not isinstance(given, dict):
         problems.append(f"{where}: must be a mapping (got {show(given)})")
         return None
@@ -104,10 +124,10 @@ def _value(owner: type, name: str, hint: Any, given: Any, prefix: str, problems:
 
 
 def _variant(sections: Sequence[Any], given: Mapping[str, Any], where: str, problems: list[str]) -> Any:
-    """The section whose `kind` is written; None, with a problem, when it is missing or unknown."""
+    """The section whose `kind` is written, or that needs none; None, with a problem, when it is missing or unknown."""
     kinds = {section.kind: section for section in sections}
     choices = ", ".join(map(repr, kinds))
-    kind = given.get("kind")
+    kind = given.get("kind", next((kind for kind, section in kinds.items() if section in NEED_NO_KIND), None))
     if kind is None:
         problems.append(f"{where}.kind: required, but not set; one of {choices}")
     elif not isinstance(kind, str) or kind not in kinds:
@@ -136,7 +156,11 @@ def _expected(hint: Any) -> str:
     if get_origin(hint) is Literal:
         choices = [repr(choice) for choice in get_args(hint)]
         return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
+    if (item := _item(hint)) is not None:
+        return {float: "a list of numbers", str: "a list of texts"}[item]
     if get_origin(hint) is tuple:
+        if Ellipsis in get_args(hint):
+            return "a list"
         return f"a list of {len(get_args(hint))} numbers"
     if len(_members(hint)) > 1:
         return " or ".join(_expected(member) for member in _members(hint))
@@ -145,6 +169,14 @@ def _expected(hint: Any) -> str:
 
 def _members(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _item(hint: Any) -> Any:
+    """What a list of any length is a list of; None for every other type."""
+    match get_origin(hint), get_args(hint):
+        case builtins.tuple, (item, builtins.Ellipsis):
+            return item
+    return None
 
 
 def _sections(hint: Any) -> list[Any]:
@@ -158,7 +190,7 @@ def _required(owner: Any) -> list[str]:
 def _elsewhere(name: str, prefix: str) -> str:
     """A hint for a key written in the wrong section, or under the wrong kind of its section."""
     found = [path for path in _paths(RunConfig, "") if path.endswith(f".{name}")]
-    if prefix + name in found:
+    if re.sub(r"\[\d+\]", "", prefix) + name in found:
         return f" of this kind of {prefix.rstrip('.')}"
     return f"; did you mean {found[0]!r}?" if found else ""
 
@@ -166,12 +198,14 @@ def _elsewhere(name: str, prefix: str) -> str:
 def _paths(owner: type, prefix: str) -> Iterator[str]:
     for name, hint in get_type_hints(owner).items():
         yield prefix + name
-        for section in _sections(hint):
+        for section in _sections(_item(hint) or hint):
             yield from _paths(section, f"{prefix}{name}.")
 
 
 def _tree(value: Any) -> Any:
     """Nested dataclasses as nested dicts, `kind` first."""
+    if isinstance(value, tuple):
+        return tuple(_tree(item) for item in value)
     if not is_dataclass(value):
         return dict(value) if isinstance(value, Mapping) else value
     names = sorted((item.name for item in fields(value)), key=lambda name: name != "kind")

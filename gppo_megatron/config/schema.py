@@ -7,10 +7,44 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from gppo_megatron.config.datasets import AdapterName as AdapterName
+from gppo_megatron.config.datasets import FileData as FileData
+from gppo_megatron.config.datasets import ReasoningGymData as ReasoningGymData
+from gppo_megatron.config.datasets import TemplateName as TemplateName
+from gppo_megatron.config.judging import Judge as Judge
+from gppo_megatron.config.judging import LocalCode as LocalCode
+from gppo_megatron.config.judging import ServiceCode as ServiceCode
+from gppo_megatron.config.keeping import GapAlarm as GapAlarm
+from gppo_megatron.config.keeping import Save as Save
+from gppo_megatron.config.keeping import Wandb as Wandb
+from gppo_megatron.config.keeping import Watchdog as Watchdog
+from gppo_megatron.config.numbers import Fp8 as Fp8
+from gppo_megatron.config.numbers import OptimizerState as OptimizerState
+from gppo_megatron.config.numbers import Precision as Precision
+from gppo_megatron.config.objectives import Diagnostics as Diagnostics
+from gppo_megatron.config.objectives import EntropyBonus as EntropyBonus
+from gppo_megatron.config.objectives import MaskedSampling as MaskedSampling
+from gppo_megatron.config.objectives import Objective as Objective
+from gppo_megatron.config.objectives import OffPolicyRejection as OffPolicyRejection
+from gppo_megatron.config.objectives import ReferenceKl as ReferenceKl
+from gppo_megatron.config.objectives import SequenceRejection as SequenceRejection
+from gppo_megatron.config.objectives import TruncatedSampling as TruncatedSampling
+from gppo_megatron.config.rollouts import EmbeddedRollout, SglangRollout, VllmRollout
+from gppo_megatron.config.sources import Filtering as Filtering
+from gppo_megatron.config.sources import Mask as Mask
+from gppo_megatron.config.sources import MeanScore as MeanScore
+from gppo_megatron.config.sources import NoSignal as NoSignal
+from gppo_megatron.config.sources import Prefetch as Prefetch
+from gppo_megatron.config.sources import SoftPenalty as SoftPenalty
+from gppo_megatron.config.sources import Unfinished as Unfinished
+
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A randomly initialised Qwen3 with one token a character, written to the run folder as a Hugging Face model."""
+    """A randomly initialised Qwen3 with one token a character, written to the run folder as a Hugging Face model.
+
+    experts: of every layer, in a Qwen3-MoE; 0 for the dense Qwen3. expert_ffn: width of each.
+    """
 
     kind: Literal["tiny"] = "tiny"
     alphabet: str = "0123456789+-*/=(). "
@@ -21,6 +55,9 @@ class TinyModel:
     head_dim: int = 16
     ffn: int = 192
     tied: bool = True
+    experts: int = 0
+    experts_per_token: int = 2
+    expert_ffn: int = 64
 
 
 @dataclass(frozen=True)
@@ -33,15 +70,43 @@ class HfModel:
 
 @dataclass(frozen=True)
 class Parallel:
-    """Processes = tensor x pipeline x data."""
+    """Processes = tensor x pipeline x data x context.
+
+    context: processes that share each sequence. virtual_stages: parts of the model on each pipeline process, which
+    takes them in turn. sequence: the tensor-parallel processes also share what lies between their layers.
+    overlap_gradients, overlap_parameters: reduce and gather while the backward and forward pass still compute.
+    expert x expert_tensor of the tensor x context x data processes of a pipeline stage share its experts.
+    """
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
+    context: int = 1
+    virtual_stages: int = 1
+    sequence: bool = False
+    overlap_gradients: bool = False
+    overlap_parameters: bool = False
+    expert: int = 1
+    expert_tensor: int = 1
 
     @property
     def processes(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.data * self.context
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What is traded for memory.
+
+    distributed_optimizer: the replicas share the optimizer's state instead of each holding all of it.
+    recompute: activations computed again in the backward pass: those of recompute_modules, or of all layers (full),
+    kept only at the start of every recompute_layers of them.
+    """
+
+    distributed_optimizer: bool = False
+    recompute: Literal["none", "selective", "full"] = "none"
+    recompute_modules: tuple[Literal["core_attn", "mlp"], ...] = ("mlp",)
+    recompute_layers: int = 1
 
 
 @dataclass(frozen=True)
@@ -49,6 +114,7 @@ class Optimizer:
     """AdamW with Megatron-Core's schedule; weight decay spares norms and biases.
 
     warmup_steps and decay_steps count optimizer steps; decay_steps defaults to the whole stage.
+    max_skipped: how many steps in a row may be left out because their gradient is not finite; one more ends the run.
     """
 
     lr: float = 1e-6
@@ -60,6 +126,8 @@ class Optimizer:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     clip_grad: float = 1.0
+    max_skipped: int = 3
+    state: OptimizerState = field(default_factory=OptimizerState)
 
 
 @dataclass(frozen=True)
@@ -68,131 +136,19 @@ class Batch:
 
     sequences: responses a rollout step samples; prompts = sequences / group.
     updates: optimizer steps a rollout, each on sequences / updates of them.
-    micro_batch_tokens: most tokens, padding included, in one forward pass of a rank.
+    micro_batch_tokens: most tokens, padding included, in one forward pass of a replica.
+    arrangement: sequences end to end (packed), or side by side, each padded to the longest.
     """
 
     sequences: int = 256
     group: int = 8
     updates: int = 4
     micro_batch_tokens: int = 8192
+    arrangement: Literal["packed", "padded"] = "packed"
 
     @property
     def prompts(self) -> int:
         return self.sequences // self.group
-
-
-@dataclass(frozen=True)
-class ReasoningGymData:
-    """Procedural tasks with their own verifiers, from the `reasoning-gym` package.
-
-    task: its registered name; options: arguments of its dataset.
-    prompt: how a problem is written; {question} and every metadata field may be used.
-    remove: characters deleted from the written prompt.
-    holdout: share of distinct problems kept for evaluation and never trained on.
-    pool: problems drawn to split from; threshold: score from which an answer counts as right (1), else wrong (0).
-    """
-
-    task: str
-    kind: Literal["reasoning_gym"] = "reasoning_gym"
-    options: Mapping[str, Any] = field(default_factory=dict)
-    prompt: str = "{question}"
-    remove: str = ""
-    chat: bool = False
-    holdout: float = 0.1
-    pool: int = 10_000
-    threshold: float = 1.0
-
-
-AdapterName = Literal[
-    "plain",
-    "gsm8k",
-    "math500",
-    "aime",
-    "amc",
-    "olympiadbench",
-    "minerva",
-    "deepscaler",
-    "dapo_math",
-    "eurus2_math",
-    "eurus2_code",
-]
-TemplateName = Literal["none", "boxed_user", "qwen_boxed", "dapo", "r1_zero", "gsm8k", "plain_question"]
-
-
-@dataclass(frozen=True)
-class FileData:
-    """Problems with known answers from parquet, JSON lines or JSON.
-
-    path: a file, a folder, or a pattern such as `data/train-*.parquet`.
-    adapter: how a row is read; columns: {prompt: ..., answer: ...}, the columns to read instead of the adapter's own.
-    template: how a problem is written, and with that where its answer is looked for.
-    chat: write it with the tokenizer's chat template, not with the template's literal form.
-    max_prompt_tokens: problems longer than that, as written, are left out.
-    evaluation: path of the problems to evaluate on, read with evaluation_adapter (null: adapter);
-        evaluation_repeats keeps those that are listed more than once.
-    holdout: where `evaluation` is null, the share of distinct problems kept for it and never trained on.
-    strict: refuse data of which anything would be left out.
-    """
-
-    path: str
-    kind: Literal["files"] = "files"
-    adapter: AdapterName = "plain"
-    columns: Mapping[str, str] = field(default_factory=dict)
-    template: TemplateName = "boxed_user"
-    chat: bool = False
-    max_prompt_tokens: int = 1024
-    evaluation: str | None = None
-    evaluation_adapter: AdapterName | None = None
-    evaluation_repeats: bool = False
-    holdout: float = 0.1
-    strict: bool = False
-
-
-@dataclass(frozen=True)
-class EmbeddedRollout:
-    """Sampling inside the trainer's own processes.
-
-    cache_tokens: most tokens (rows x length) the key-value cache of one sampling batch holds.
-    """
-
-    max_new_tokens: int
-    kind: Literal["embedded"] = "embedded"
-    temperature: float = 1.0
-    cache_tokens: int = 65_536
-
-
-@dataclass(frozen=True)
-class Judge:
-    """Verifiers run in worker processes; timeout is the seconds one answer may take."""
-
-    timeout: float = 10.0
-    workers: int = 1
-
-
-@dataclass(frozen=True)
-class Objective:
-    """A preset, and whatever of it is to be changed; None keeps the preset's value.
-
-    delta sets both thresholds, delta_low (A < 0, ratio below 1) and delta_high (A > 0, ratio above 1) one each.
-    ratio_cap: largest weight a token's ratio may have. dual_clip: largest weight where A < 0.
-    ratio_guard: [low, high], an outer ratio interval on top of the cell.
-    length: the constant of `constant_length`; defaults to rollout.max_new_tokens.
-    """
-
-    preset: str = "gppo"
-    divergence: str | None = None
-    alpha: float | None = None
-    estimator: str | None = None
-    delta: float | None = None
-    delta_low: float | None = None
-    delta_high: float | None = None
-    ratio_cap: float | None = None
-    dual_clip: float | None = None
-    ratio_guard: tuple[float, float] | None = None
-    advantage: Literal["mean", "mean_std", "leave_one_out"] | None = None
-    aggregation: Literal["token_mean", "sequence_mean", "constant_length"] | None = None
-    length: int | None = None
-    anchor: Literal["rollout", "recomputed"] = "rollout"
 
 
 @dataclass(frozen=True)
@@ -214,26 +170,6 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Save:
-    """Hugging Face folders: `<run>/hf` at the end, and `<run>/hf-step-N` every `every` steps (0: never)."""
-
-    every: int = 0
-
-
-@dataclass(frozen=True)
-class Wandb:
-    """Weights & Biases, besides the files of the run folder; needs the extra `wandb`.
-
-    name: of the run, by default its folder's; entity: the account or team. offline: `wandb sync` uploads later.
-    """
-
-    project: str
-    name: str | None = None
-    entity: str | None = None
-    mode: Literal["online", "offline"] = "online"
-
-
-@dataclass(frozen=True)
 class RunConfig:
     """One run. `run` is the folder it writes; it must not exist yet. steps counts rollouts.
 
@@ -244,18 +180,24 @@ class RunConfig:
     steps: int
     model: TinyModel | HfModel
     data: ReasoningGymData | FileData
-    rollout: EmbeddedRollout
+    rollout: EmbeddedRollout | VllmRollout | SglangRollout
     seed: int = 1
     device: Literal["cpu", "cuda"] = "cpu"
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    precision: Precision = field(default_factory=Precision)
     threads: int = 1
     parallel: Parallel = field(default_factory=Parallel)
+    memory: Memory = field(default_factory=Memory)
     batch: Batch = field(default_factory=Batch)
+    filtering: Filtering = field(default_factory=Filtering)
+    prefetch: Prefetch = field(default_factory=Prefetch)
     objective: Objective = field(default_factory=Objective)
+    diagnostics: Diagnostics = field(default_factory=Diagnostics)
     optimizer: Optimizer = field(default_factory=Optimizer)
     warmup: Warmup | None = None
     evaluation: Evaluation = field(default_factory=Evaluation)
     judge: Judge = field(default_factory=Judge)
     save: Save = field(default_factory=Save)
+    watchdog: Watchdog = field(default_factory=Watchdog)
+    gap_alarm: GapAlarm = field(default_factory=GapAlarm)
     wandb: Wandb | None = None
     megatron: Mapping[str, Any] = field(default_factory=dict)

@@ -22,6 +22,7 @@ from gppo_megatron.config.architecture import (
     read_architecture,
 )
 from gppo_megatron.config.schema import TinyModel
+from gppo_megatron.data.fused_experts import one_expert_at_a_time
 from gppo_megatron.errors import CheckpointError, DataError
 
 EMBEDDING_STD = 0.02
@@ -137,20 +138,21 @@ def _character_tokenizer(alphabet: str) -> Any:
 def _random_weights(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
     """Norms 1. Matrices normal with variance 1 / inputs, over 2 x layers more where they feed the residual stream."""
     with torch.device("meta"):
-        module = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**config))
+        module = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
     generator = torch.Generator().manual_seed(seed)
     weights = {}
-    for name, parameter in module.named_parameters():
-        if parameter.ndim == 1:
-            weights[name] = torch.ones(parameter.shape)
-            continue
-        if name.endswith(("embed_tokens.weight", "lm_head.weight")):
-            std = EMBEDDING_STD
-        else:
-            std = 1 / math.sqrt(parameter.shape[1])
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            std /= math.sqrt(2 * config["num_hidden_layers"])
-        weights[name] = torch.empty(parameter.shape).normal_(0.0, std, generator=generator)
+    for fused_name, parameter in module.named_parameters():
+        for name, like in one_expert_at_a_time(fused_name, parameter):
+            if like.ndim == 1:
+                weights[name] = torch.ones(like.shape)
+                continue
+            if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+                std = EMBEDDING_STD
+            else:
+                std = 1 / math.sqrt(like.shape[1])
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                std /= math.sqrt(2 * config["num_hidden_layers"])
+            weights[name] = torch.empty(like.shape).normal_(0.0, std, generator=generator)
     return weights
 
 

@@ -22,13 +22,30 @@ class Generator:
     """A generator f in log space, for float32 and float64 tensors of one shape.
 
     atomic(log_pi_T, log_mu_T): mu f(pi / mu), worked out without forming the ratio, so that it does not overflow.
+    at_zero: f(0), the weight of a mu whose pi is 0. slope: f(r) / r as r grows, the weight of a pi whose mu is 0.
     """
 
     atomic: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    at_zero: float
+    slope: float
+
+    def atoms(self, log_pi_T: torch.Tensor, log_mu_T: torch.Tensor) -> torch.Tensor:
+        """`atomic`, and its limits where a log-probability is -inf: 0 where both are."""
+        no_pi_T, no_mu_T = log_pi_T.isneginf(), log_mu_T.isneginf()
+        lacking_T = no_pi_T | no_mu_T
+        both_T = self.atomic(log_pi_T.masked_fill(lacking_T, 0.0), log_mu_T.masked_fill(lacking_T, 0.0))
+        atoms_T = torch.where(no_pi_T, _weighted(log_mu_T, self.at_zero), both_T)
+        atoms_T = torch.where(no_mu_T, _weighted(log_pi_T, self.slope), atoms_T)
+        return atoms_T.masked_fill(no_pi_T & no_mu_T, 0.0)
 
     def mc(self, log_ratio_T: torch.Tensor) -> torch.Tensor:
         """f(r): the atom of a token whose mu is 1. |log r| saturates at `LOG_RATIO_LIMIT`."""
         return self.atomic(log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), torch.zeros_like(log_ratio_T))
+
+
+def _weighted(log_p_T: torch.Tensor, weight: float) -> torch.Tensor:
+    """p x weight, for p above 0: infinite where the weight is, though p may be too small for its type."""
+    return torch.exp(log_p_T) * weight if math.isfinite(weight) else torch.full_like(log_p_T, weight)
 
 
 def difference(log_p_T: torch.Tensor, log_q_T: torch.Tensor) -> torch.Tensor:
@@ -88,7 +105,7 @@ def alpha_family(alpha: float) -> Generator:
     if not math.isfinite(alpha):
         raise ValueError(f"alpha must be finite, got {alpha}")
     if alpha in _LIMITS:
-        return Generator(_LIMITS[alpha])
+        return _LIMITS[alpha]
 
     def small_alpha(a: float, log_p_T: torch.Tensor, log_q_T: torch.Tensor) -> torch.Tensor:
         """The atom for a <= 1/2: a - 1 is far from 0, and the terms vanish with a."""
@@ -96,22 +113,26 @@ def alpha_family(alpha: float) -> Generator:
         value_T = _difference(log_q_T + power_T, log_q_T, power_T) - a * difference(log_p_T, log_q_T)
         return (value_T / (a * (a - 1))).clamp_min(0.0)
 
+    at_zero = 1 / alpha if alpha > 0 else math.inf
+    slope = 1 / (1 - alpha) if alpha < 1 else math.inf
     # Exchanging pi and mu turns a into 1 - a, so that the branch above serves a close to 1 as well.
     if alpha <= 0.5:
-        return Generator(lambda log_pi_T, log_mu_T: small_alpha(alpha, log_pi_T, log_mu_T))
-    return Generator(lambda log_pi_T, log_mu_T: small_alpha(1 - alpha, log_mu_T, log_pi_T))
+        return Generator(lambda log_pi_T, log_mu_T: small_alpha(alpha, log_pi_T, log_mu_T), at_zero, slope)
+    return Generator(lambda log_pi_T, log_mu_T: small_alpha(1 - alpha, log_mu_T, log_pi_T), at_zero, slope)
 
 
-_LIMITS = {0.0: _kl_forward, 1.0: _kl_reverse}
+_KL_FORWARD = Generator(_kl_forward, math.inf, 1.0)
+_KL_REVERSE = Generator(_kl_reverse, 1.0, math.inf)
+_LIMITS = {0.0: _KL_FORWARD, 1.0: _KL_REVERSE}
 
 GENERATORS: dict[str, Generator | Callable[[float], Generator]] = {
-    "tv": Generator(_total_variation),  # |r - 1| / 2
-    "kl_fwd": Generator(_kl_forward),  # r - 1 - log r: KL(mu || pi)
-    "kl_rev": Generator(_kl_reverse),  # r log r - r + 1: KL(pi || mu)
-    "js": Generator(_jensen_shannon),  # 2 [r log r - (r + 1) log((r + 1) / 2)]: 4 JS
-    "hellinger2": Generator(_hellinger_squared),  # 2 (sqrt r - 1)^2
-    "chi2_pearson": Generator(_chi_squared_pearson),  # (r - 1)^2 / 2: chi2(pi || mu) / 2
-    "chi2_neyman": Generator(_chi_squared_neyman),  # (r - 1)^2 / (2 r): chi2(mu || pi) / 2
+    "tv": Generator(_total_variation, 0.5, 0.5),  # |r - 1| / 2
+    "kl_fwd": _KL_FORWARD,  # r - 1 - log r: KL(mu || pi)
+    "kl_rev": _KL_REVERSE,  # r log r - r + 1: KL(pi || mu)
+    "js": Generator(_jensen_shannon, 2 * math.log(2), 2 * math.log(2)),  # 2 [r log r - (r + 1) log((r + 1) / 2)]: 4 JS
+    "hellinger2": Generator(_hellinger_squared, 2.0, 2.0),  # 2 (sqrt r - 1)^2
+    "chi2_pearson": Generator(_chi_squared_pearson, 0.5, math.inf),  # (r - 1)^2 / 2: chi2(pi || mu) / 2
+    "chi2_neyman": Generator(_chi_squared_neyman, math.inf, 0.5),  # (r - 1)^2 / (2 r): chi2(mu || pi) / 2
     "alpha": alpha_family,
 }
 

@@ -6,8 +6,9 @@ from typing import Protocol
 
 import torch
 
-from gppo_megatron.metrics import Max, Mean, Metric, Sum
-from gppo_megatron.objective.trust_region import Decision, TrustRegion, at_least_float32
+from gppo_megatron.metrics import Metric, Sum
+from gppo_megatron.objective.selected import at_least_float32, fraction_of, largest_of, mean_of, only
+from gppo_megatron.objective.trust_region import Decision, TrustRegion
 
 LOG_RATIO_LIMIT = 20.0
 """Bound of |log r| where a ratio becomes a weight: e^20 is far above any cap that is in use."""
@@ -23,7 +24,12 @@ class TokenStreams:
     sampler_logprobs_T: its log-probability when it was sampled (equal to the anchor by default).
     advantages_T: the token's advantage.
     age_T: int64, optimizer steps between sampling the token and now; only read within the mask.
+    divergence_T: the LM head's estimate of the divergence, without gradient; None where none was asked for.
+    exact_T: the divergence itself, without gradient, NaN where it was not worked out; None where none was asked for.
+    squares_T: sum over the vocabulary of pi^2, without gradient; None where it is not known.
     mask_T: bool, tokens that carry loss; whatever the other streams hold elsewhere (NaN included) must not matter.
+    lengths: tokens of each sequence, in order; only objectives that look at whole sequences need them.
+    reference_logprobs_T: its log-probability under a frozen reference policy; None where the run has none.
     """
 
     logprobs_T: torch.Tensor
@@ -33,14 +39,23 @@ class TokenStreams:
     advantages_T: torch.Tensor
     age_T: torch.Tensor
     mask_T: torch.Tensor
+    lengths: tuple[int, ...] = ()
+    reference_logprobs_T: torch.Tensor | None = None
+    divergence_T: torch.Tensor | None = None
+    exact_T: torch.Tensor | None = None
+    squares_T: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class TokenLoss:
-    """loss_T: float32 [T], exactly 0 (and with zero gradient) outside the mask. metrics: 0-dimensional tensors."""
+    """loss_T: float32 [T], exactly 0 (and with zero gradient) outside the mask. metrics: 0-dimensional tensors.
+
+    kept_T: bool [T], tokens whose update a trust region lets pass; None where the objective has none.
+    """
 
     loss_T: torch.Tensor
     metrics: Mapping[str, Metric[torch.Tensor]]
+    kept_T: torch.Tensor | None = None
 
 
 class Objective(Protocol):
@@ -72,46 +87,68 @@ class PolicyGradient:
 
     def __call__(self, streams: TokenStreams) -> TokenLoss:
         advantages_T = streams.advantages_T
-        decision = self.region.decide(streams.logprobs_T, streams.anchor_logprobs_T, advantages_T)
+        decision = self.region.decide(streams.logprobs_T, streams.anchor_logprobs_T, advantages_T, streams.divergence_T)
         with torch.no_grad():
             log_ratio_T = at_least_float32(streams.logprobs_T) - at_least_float32(streams.anchor_logprobs_T)
-            ratio_T = torch.exp(log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+            ratio_T = bounded_ratio(log_ratio_T)
             cap, dual = _or_infinity(self.ratio_cap), _or_infinity(self.dual_clip)
             dropped_T = (advantages_T < 0) & (ratio_T > dual)
             trained_T = streams.mask_T & decision.keep_T & ~dropped_T
             # `where`, because 0 * NaN and 0 * -inf are NaN.
             coefficient_T = torch.where(trained_T, advantages_T * ratio_T.clamp_max(cap), 0.0)
-            metrics = self._metrics(streams, decision, log_ratio_T, ratio_T, (ratio_T > cap) | dropped_T)
-        return TokenLoss(-coefficient_T * _only(trained_T, streams.logprobs_T), metrics)
+            metrics = {
+                **region_metrics(streams, decision),
+                **ratio_metrics(streams, log_ratio_T, decision.finite_T),
+                "divergence/mc": mean_of(self.region.generator.mc(log_ratio_T), streams.mask_T & decision.finite_T),
+                "ratio/capped": fraction_of((ratio_T > cap) | dropped_T, streams.mask_T & decision.finite_T),
+                **policy_metrics(streams, decision.finite_T),
+            }
+        return TokenLoss(-coefficient_T * only(trained_T, streams.logprobs_T), metrics, decision.keep_T)
 
-    def _metrics(
-        self,
-        streams: TokenStreams,
-        decision: Decision,
-        log_ratio_T: torch.Tensor,
-        ratio_T: torch.Tensor,
-        capped_T: torch.Tensor,
-    ) -> dict[str, Metric[torch.Tensor]]:
-        """`kept/*` report the trust region's decision alone, `ratio/capped` what ratio_cap and dual_clip change."""
-        valid_T = streams.mask_T & decision.finite_T
-        kept_T = decision.keep_T.float()
-        gap_T = (at_least_float32(streams.logprobs_T) - streams.sampler_logprobs_T).abs()
-        return {
-            "kept/positive": _mean(kept_T, streams.mask_T & (streams.advantages_T > 0)),
-            "kept/negative": _mean(kept_T, streams.mask_T & (streams.advantages_T < 0)),
-            "divergence/mean": _mean(decision.divergence_T, valid_T),
-            "divergence/mc": _mean(self.region.generator.mc(log_ratio_T), valid_T),
-            "ratio/mean": _mean(ratio_T, valid_T),
-            "ratio/max": _largest(ratio_T, valid_T),
-            "ratio/capped": _mean(capped_T.float(), valid_T),
-            "policy/entropy": _mean(streams.entropy_T, valid_T),
-            # Only before the policy has moved does the gap show how sampler and trainer disagree on the same weights.
-            "policy/sampler_gap": _mean(gap_T, valid_T & (streams.age_T == 0)),
-            "policy/sampler_gap_max": _largest(gap_T, valid_T & (streams.age_T == 0)),
-            "policy/age": _mean(streams.age_T.float(), valid_T),
-            "policy/log_ratio": _mean(log_ratio_T, valid_T),
-            "policy/non_finite": Sum((streams.mask_T & ~decision.finite_T).sum().float()),
-        }
+
+def region_metrics(streams: TokenStreams, decision: Decision) -> dict[str, Metric[torch.Tensor]]:
+    """The trust region's decision alone."""
+    return {
+        "kept/positive": fraction_of(decision.keep_T, streams.mask_T & (streams.advantages_T > 0)),
+        "kept/negative": fraction_of(decision.keep_T, streams.mask_T & (streams.advantages_T < 0)),
+        "divergence/mean": mean_of(decision.divergence_T, streams.mask_T & decision.finite_T),
+    }
+
+
+def ratio_metrics(
+    streams: TokenStreams, log_ratio_T: torch.Tensor, finite_T: torch.Tensor
+) -> dict[str, Metric[torch.Tensor]]:
+    """pi / mu of the loss tokens that are finite."""
+    ratio_T = bounded_ratio(log_ratio_T)
+    return {
+        "ratio/mean": mean_of(ratio_T, streams.mask_T & finite_T),
+        "ratio/max": largest_of(ratio_T, streams.mask_T & finite_T),
+    }
+
+
+def policy_metrics(streams: TokenStreams, finite_T: torch.Tensor) -> dict[str, Metric[torch.Tensor]]:
+    """What is worth knowing of the policy under any objective. finite_T: the tokens that the objective can use."""
+    valid_T = streams.mask_T & finite_T
+    logprobs_T = at_least_float32(streams.logprobs_T.detach())
+    gap_T = (logprobs_T - streams.sampler_logprobs_T).abs()
+    # Only before the policy has moved does the gap show how sampler and trainer disagree on the same weights.
+    unmoved_T = valid_T & (streams.age_T == 0)
+    metrics: dict[str, Metric[torch.Tensor]] = {
+        "policy/entropy": mean_of(streams.entropy_T, valid_T),
+        "policy/sampler_gap": mean_of(gap_T, unmoved_T),
+        "policy/sampler_gap_max": largest_of(gap_T, unmoved_T),
+        "policy/age": mean_of(streams.age_T.float(), valid_T),
+        "policy/log_ratio": mean_of(logprobs_T - streams.anchor_logprobs_T, valid_T),
+        "policy/non_finite": Sum((streams.mask_T & ~finite_T).sum().float()),
+    }
+    if streams.squares_T is not None:
+        metrics["policy/collision"] = mean_of(streams.squares_T, valid_T)
+    return metrics
+
+
+def bounded_ratio(log_ratio_T: torch.Tensor) -> torch.Tensor:
+    """exp(log r), r between e^-20 and e^20."""
+    return torch.exp(log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
 @dataclass(frozen=True)
@@ -123,10 +160,10 @@ class MaximumLikelihood:
 
     def __call__(self, streams: TokenStreams) -> TokenLoss:
         valid_T = streams.mask_T & streams.logprobs_T.isfinite()
-        loss_T = -_only(valid_T, streams.logprobs_T)
+        loss_T = -only(valid_T, streams.logprobs_T)
         metrics: dict[str, Metric[torch.Tensor]] = {
-            "policy/entropy": _mean(streams.entropy_T, valid_T),
-            "policy/nll": _mean(loss_T, valid_T),
+            "policy/entropy": mean_of(streams.entropy_T, valid_T),
+            "policy/nll": mean_of(loss_T, valid_T),
             "policy/non_finite": Sum((streams.mask_T & ~valid_T).sum().float()),
         }
         return TokenLoss(loss_T, metrics)
@@ -134,21 +171,3 @@ class MaximumLikelihood:
 
 def _or_infinity(limit: float | None) -> float:
     return torch.inf if limit is None else limit
-
-
-def _only(selected_T: torch.Tensor, values_T: torch.Tensor) -> torch.Tensor:
-    """At least float32; 0 with zero gradient where not selected."""
-    return torch.where(selected_T, at_least_float32(values_T), 0.0)
-
-
-def _mean(values_T: torch.Tensor, selected_T: torch.Tensor) -> Mean[torch.Tensor]:
-    """Over the selected finite values; without gradient."""
-    values_T = values_T.detach()
-    selected_T = selected_T & values_T.isfinite()
-    return Mean(_only(selected_T, values_T).sum(), selected_T.sum().float())
-
-
-def _largest(values_T: torch.Tensor, selected_T: torch.Tensor) -> Max[torch.Tensor]:
-    """Of the selected finite values, which are not negative; 0 where there is none."""
-    values_T = _only(selected_T & values_T.isfinite(), values_T.detach())
-    return Max(torch.cat([values_T, values_T.new_zeros(1)]).max())

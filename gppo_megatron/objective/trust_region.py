@@ -8,6 +8,7 @@ import torch
 from gppo_megatron.objective.divergences import Generator, generator_of
 from gppo_megatron.objective.estimators import ESTIMATORS
 from gppo_megatron.objective.presets import Cell
+from gppo_megatron.objective.selected import at_least_float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,10 +38,19 @@ class TrustRegion:
         return generator_of(self.cell.divergence, self.cell.alpha)
 
     @torch.no_grad()
-    def decide(self, log_pi_T: torch.Tensor, log_mu_T: torch.Tensor, advantages_T: torch.Tensor) -> Decision:
-        """Decide in float32 (float64 where the log-probs are float64); no gradient passes through a decision."""
+    def decide(
+        self,
+        log_pi_T: torch.Tensor,
+        log_mu_T: torch.Tensor,
+        advantages_T: torch.Tensor,
+        divergence_T: torch.Tensor | None = None,
+    ) -> Decision:
+        """Decide in float32 (float64 where the log-probs are float64); no gradient passes through a decision.
+
+        divergence_T: the head's, of a cell `from_head`; ValueError where it is missing, and no other cell reads it.
+        """
         log_pi_T, log_mu_T = at_least_float32(log_pi_T), at_least_float32(log_mu_T)
-        divergence_T = ESTIMATORS[self.cell.estimator](self.generator, log_pi_T, log_mu_T)
+        divergence_T = self._estimate(log_pi_T, log_mu_T, divergence_T)
         up_T = (advantages_T > 0) & (log_pi_T > log_mu_T)
         down_T = (advantages_T < 0) & (log_pi_T < log_mu_T)
         outside_T = (up_T & (divergence_T > self.cell.delta_high)) | (down_T & (divergence_T > self.cell.delta_low))
@@ -51,7 +61,11 @@ class TrustRegion:
         finite_T = log_pi_T.isfinite() & log_mu_T.isfinite() & advantages_T.isfinite() & ~divergence_T.isnan()
         return Decision(finite_T & ~outside_T, finite_T, divergence_T)
 
-
-def at_least_float32(values_T: torch.Tensor) -> torch.Tensor:
-    """`values_T` in float32, or in float64 where that is what it holds."""
-    return values_T.to(torch.promote_types(values_T.dtype, torch.float32))
+    def _estimate(
+        self, log_pi_T: torch.Tensor, log_mu_T: torch.Tensor, divergence_T: torch.Tensor | None
+    ) -> torch.Tensor:
+        if not self.cell.from_head:
+            return ESTIMATORS[self.cell.estimator](self.generator, log_pi_T, log_mu_T)
+        if divergence_T is None:
+            raise ValueError(f"the estimator {self.cell.estimator!r} needs a divergence from the LM head")
+        return at_least_float32(divergence_T)

@@ -29,10 +29,34 @@ PARTS = (
 
 ALARMS = (
     ("policy/non_finite", "NON-FINITE {:g}"),
+    ("optimizer/skipped", "SKIPPED {:g}"),
     ("rollout/no_score", "no score {:g}"),
     ("evaluation/no_score", "held-out no score {:g}"),
 )
 """Shown only when above zero."""
+
+
+class Trend:
+    """A run's values at a fixed cost: their means over neighbours, at most 32, all but the last over as many."""
+
+    def __init__(self) -> None:
+        self._sums: list[float] = []
+        self._each = 1  # values a full cell holds
+        self._last = 0  # values the last cell holds
+
+    def add(self, value: float) -> None:
+        if not self._sums or self._last == self._each:
+            if len(self._sums) == 2 * CURVE_CELLS:
+                self._sums = [a + b for a, b in zip(self._sums[::2], self._sums[1::2], strict=True)]
+                self._each *= 2
+            self._sums.append(0.0)
+            self._last = 0
+        self._sums[-1] += value
+        self._last += 1
+
+    def means(self) -> list[float]:
+        """Oldest first."""
+        return [total / self._each for total in self._sums[:-1]] + [total / self._last for total in self._sums[-1:]]
 
 
 @dataclass
@@ -43,7 +67,7 @@ class _Progress:
     first_step: int
     first_time: float
     line_time: float = -math.inf
-    rewards: list[float] = field(default_factory=list)
+    rewards: Trend = field(default_factory=Trend)
 
 
 class Console:
@@ -76,7 +100,7 @@ class Console:
             self.close()
             self._progress = _Progress(stage, step, now)
         if "rollout/reward" in values:
-            self._progress.rewards.append(values["rollout/reward"])
+            self._progress.rewards.add(values["rollout/reward"])
         parts = self._parts(step, values, now)
         if self._lasts(step, values, now):
             self._clear()
@@ -117,7 +141,7 @@ class Console:
         parts = [f"{self._progress.stage} {step:>{digits}}" + (f"/{total}" if total else "")]
         if "rollout/reward" in values:
             ramp = " ▁▂▃▄▅▆▇█" if "utf" in (self._stream.encoding or "").lower() else " _.-=+*%#"
-            parts.append(f"reward {values['rollout/reward']:.3f} |{curve(self._progress.rewards, ramp)}|")
+            parts.append(f"reward {values['rollout/reward']:.3f} |{curve(self._progress.rewards.means(), ramp)}|")
         parts += [text.format(values[name]) for name, text in ALARMS if values.get(name, 0.0) > 0]
         seconds = self._seconds_left(step, values, now)
         if seconds is not None:

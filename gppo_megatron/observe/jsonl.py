@@ -2,8 +2,11 @@
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
+
+from gppo_megatron.errors import CheckpointError
 
 
 class JsonLines:
@@ -26,8 +29,23 @@ class JsonLines:
         self._file.write(line + "\n")
         self._file.flush()
 
+    def bytes_kept(self) -> int:
+        """How long the file is, once the disk holds all of it."""
+        os.fsync(self._file.fileno())
+        return os.fstat(self._file.fileno()).st_size
+
     def close(self) -> None:
         self._file.close()
+
+
+def cut(path: Path, length: int) -> None:
+    """Cut the file back to its first `length` bytes. Raises CheckpointError for one that is shorter."""
+    held = path.stat().st_size if path.exists() else 0
+    if held < length:
+        raise CheckpointError(f"{path} has {held} bytes, but {length} when the checkpoint was saved: lines are missing")
+    if held > length:
+        with path.open("r+b") as file:
+            file.truncate(length)
 
 
 def _drop_partial_line(path: Path) -> None:

@@ -8,9 +8,9 @@ PAGE = """<!doctype html>
 <title>$title</title>
 <style>
 :root { color-scheme: light dark; --ground: #fbfaf7; --card: #ffffff; --ink: #22252b; --soft: #666c76; --rule: #dfe1e5;
-  --tint: #f4f1e8; --c0: #2563c9; --c1: #d4690a; --c2: #16885c; --c3: #9142b8; }
+  --tint: #f4f1e8; --c0: #2563c9; --c1: #d4690a; --c2: #16885c; --c3: #9142b8; --c4: #b5323f; }
 @media (prefers-color-scheme: dark) { :root { --ground: #14161a; --card: #1d2026; --ink: #e7e8ea; --soft: #9ba1ab;
-  --rule: #343840; --tint: #25241e; --c0: #6ea4ff; --c1: #ff9d45; --c2: #4cc794; --c3: #cb8cec; } }
+  --rule: #343840; --tint: #25241e; --c0: #6ea4ff; --c1: #ff9d45; --c2: #4cc794; --c3: #cb8cec; --c4: #ff7f8c; } }
 body { margin: 0 auto; max-width: 1440px; padding: 20px 24px 48px; background: var(--ground); color: var(--ink);
   font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 24px; margin: 0 0 14px; } h2 { font-size: 18px; margin: 30px 0 10px; }
@@ -31,6 +31,7 @@ path.c0 { stroke: var(--c0); } circle.c0 { fill: var(--c0); } i.c0 { background:
 path.c1 { stroke: var(--c1); } circle.c1 { fill: var(--c1); } i.c1 { background: var(--c1); }
 path.c2 { stroke: var(--c2); } circle.c2 { fill: var(--c2); } i.c2 { background: var(--c2); }
 path.c3 { stroke: var(--c3); } circle.c3 { fill: var(--c3); } i.c3 { background: var(--c3); }
+path.c4 { stroke: var(--c4); } circle.c4 { fill: var(--c4); } i.c4 { background: var(--c4); }
 #tip { position: fixed; display: none; pointer-events: none; background: var(--ink); color: var(--ground);
   padding: 5px 9px; border-radius: 6px; font-size: 13px; white-space: pre; }
 details { margin-top: 14px; } summary { cursor: pointer; color: var(--soft); margin-bottom: 10px; }

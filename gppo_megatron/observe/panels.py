@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from gppo_megatron.observe.curves import Curves, Series
 
@@ -104,6 +105,43 @@ OTHER_PANELS = (
             Line("rollout/verdict_infra", "judge failed"),
         ),
     ),
+    Panel(
+        "Divergence by estimator",
+        "mean per token",
+        tuple(Line(f"estimate/{name}", name) for name in ("mc", "atomic", "binary")),
+        log=True,
+    ),
+    Panel(
+        "Largest divergence by estimator",
+        "estimate",
+        tuple(Line(f"estimate/{name}_max", name) for name in ("mc", "atomic", "binary")),
+        log=True,
+    ),
+    *(
+        Panel(
+            f"Divergence above {threshold}",
+            "share of tokens",
+            tuple(Line(f"estimate/{name}_above_{threshold}", name) for name in ("mc", "atomic", "binary")),
+        )
+        for threshold in ("0.01", "0.1")
+    ),
+    *(
+        Panel(
+            f"Masked, {sign} advantage",
+            "share of tokens",
+            tuple(
+                Line(f"masked/{sign}_mu_{low}_to_{high}", f"mu {low} to {high}")
+                for low, high in pairwise(("0", "0.01", "0.1", "0.5", "0.9", "1"))
+            ),
+        )
+        for sign in ("positive", "negative")
+    ),
+    Panel(
+        "Improvement bound",
+        "advantage per sequence",
+        (Line("bound/surrogate", "surrogate"), Line("bound/remainder", "remainder")),
+    ),
+    Panel("KL to the reference", "nats per token", (Line("kl/k1", "k1"), Line("kl/k3", "k3"))),
     Panel("Gradient norm", "before clipping", (Line("optimizer/grad_norm", "norm"),)),
     Panel("Learning rate", "per step", (Line("optimizer/lr", "learning rate"),)),
     Panel(

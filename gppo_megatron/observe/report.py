@@ -24,7 +24,7 @@ from gppo_megatron.observe.panels import (
 )
 from gppo_megatron.observe.svg import draw, number, value_axis
 
-COLORS = ("#2563c9", "#d4690a", "#16885c", "#9142b8")
+COLORS = ("#2563c9", "#d4690a", "#16885c", "#9142b8", "#b5323f")
 COLUMNS = 3
 HEADLINES = (
     ("rollout/reward", "reward"),

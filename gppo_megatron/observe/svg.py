@@ -1,4 +1,4 @@
-"""Charts as inline SVG, coloured by the page's CSS classes c0 to c3."""
+"""Charts as inline SVG, coloured by the page's CSS classes c0 to c4."""
 
 import json
 import math

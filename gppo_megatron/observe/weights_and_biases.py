@@ -1,5 +1,6 @@
 """Weights & Biases; imported only where a run asks for it."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,6 +14,7 @@ class WeightsAndBiases:
     """Logs every metric as `<stage>/<metric>` over `<stage>/step`, and the resolved configuration.
 
     folder: the run's; wandb keeps its own files in it. Offline, `wandb sync` uploads them later.
+    NaN, which is what was not measured, is left out.
     """
 
     def __init__(self, config: Wandb, folder: Path, run_config: Mapping[str, object]) -> None:
@@ -29,7 +31,8 @@ class WeightsAndBiases:
             self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
 
     def write(self, step: int, stage: str, values: Mapping[str, float]) -> None:
-        self._run.log({f"{stage}/step": step, **{f"{stage}/{name}": value for name, value in values.items()}})
+        measured = {f"{stage}/{name}": value for name, value in values.items() if not math.isnan(value)}
+        self._run.log({f"{stage}/step": step, **measured})
 
     def close(self) -> None:
         self._run.finish()

@@ -1,6 +1,6 @@
 """All that the train loop may know about the policy and about carrying its weights."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -26,7 +26,8 @@ class Policy(Protocol):
         ...
 
     def update(self, batch: TrainBatch, objective: Objective) -> StepMetrics:
-        """Collective: one optimizer step on `batch`; afterwards `version` is one higher."""
+        """Collective: one optimizer step on `batch`; afterwards `version` is one higher, unless the gradient was not
+        finite and the step was skipped."""
         ...
 
     def annotate(self, batch: TrainBatch) -> TrainBatch:
@@ -41,6 +42,9 @@ class Policy(Protocol):
 class WeightSync(Protocol):
     """Makes the rollout engines sample from the policy's current weights."""
 
-    def publish(self, version: int, weights: Iterator[NamedTensor]) -> None:
-        """Collective: hand `weights` to every engine, then check that each one holds `version`."""
+    def publish(self, version: int, weights: Callable[[], Iterator[NamedTensor]]) -> None:
+        """Collective: hand the weights to every engine, then check that each one holds `version`.
+
+        weights: begins a walk through all of them, which is collective; a second one where the first did not arrive.
+        """
         ...

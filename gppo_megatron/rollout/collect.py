@@ -35,11 +35,23 @@ class Collector:
         metrics: receives `rollout/...` of these prompts; merged over the processes they are the step's.
         """
         requests = [
-            Request(prompt.token_ids, self.sampling, request_seed(self.seed, step, place, prompt.id, index))
+            request
             for place, prompt in zip(places, prompts, strict=True)
+            for request in self.requests(prompt, place, step)
+        ]
+        groups = self.judged(prompts, self.engine.generate(requests))
+        measure(groups, metrics)
+        return groups
+
+    def requests(self, prompt: Prompt, place: int, step: int) -> list[Request]:
+        """What is asked for one prompt's group."""
+        return [
+            Request(prompt.token_ids, self.sampling, request_seed(self.seed, step, place, prompt.id, index))
             for index in range(self.group_size)
         ]
-        completions = self.engine.generate(requests)
+
+    def judged(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Group]:
+        """One group a prompt, of the completions of all its requests, end to end."""
         tasks = [prompt.task for prompt in prompts for _ in range(self.group_size)]
         answers = [
             Answer(task, self.decode(completion.token_ids.tolist()))
@@ -51,7 +63,6 @@ class Collector:
         for place, prompt in enumerate(prompts):
             samples = judged[place * self.group_size : (place + 1) * self.group_size]
             groups.append(Group(prompt, tuple(_trajectory(prompt, *sample) for sample in samples)))
-        _measure(groups, metrics)
         return groups
 
 
@@ -67,14 +78,16 @@ def _trajectory(prompt: Prompt, completion: Completion, verdict: Verdict) -> Tra
         token_ids=np.concatenate([np.array(prompt.token_ids, dtype=np.int64), completion.token_ids]),
         sampler_logprobs=np.concatenate([np.zeros(before, dtype=np.float32), completion.logprobs]),
         trainable=np.arange(before + sampled) >= before,
-        policy_versions=np.repeat(np.array([-1, completion.version], dtype=np.int64), [before, sampled]),
+        policy_versions=np.concatenate([np.full(before, -1, dtype=np.int64), completion.versions]),
         finish=completion.finish,
         verdict=verdict,
+        top=completion.top.after(before) if completion.top is not None else None,
+        experts=completion.experts,
     )
 
 
-def _measure(groups: Sequence[Group], metrics: StepMetrics) -> None:
-    """Every name each time, zero or not, so that all processes record the same ones."""
+def measure(groups: Sequence[Group], metrics: StepMetrics) -> None:
+    """`rollout/...` of sampled groups. Every name each time, zero or not: all processes record the same ones."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     scores = [score for group in groups for score in group.rewards if score is not None]
     statuses = [trajectory.verdict.status for trajectory in trajectories]

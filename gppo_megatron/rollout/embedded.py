@@ -1,6 +1,6 @@
 """An engine inside the trainer's process: a Hugging Face module, a key-value cache and a step loop of our own."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
@@ -10,8 +10,11 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
+from gppo_megatron.data.fused_experts import one_expert_at_a_time
 from gppo_megatron.errors import GppoError, SyncError
 from gppo_megatron.rollout.engine import Completion, Request
+from gppo_megatron.rollout.likeliest import Likeliest
+from gppo_megatron.rollout.routed import Routed, Routers
 
 
 class Drawn(NamedTuple):
@@ -34,10 +37,12 @@ class EmbeddedEngine:
             self._model = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation="sdpa"
             ).eval()
+        self._routers = Routers(self._model)
         # A tied head is no parameter of its own here, so neither may it be one of the weights.
-        self._parameters: dict[str, torch.Tensor] = dict(self._model.named_parameters())
-        for parameter in self._parameters.values():
+        self._parameters: dict[str, torch.Tensor] = {}
+        for name, parameter in self._model.named_parameters():
             parameter.requires_grad_(False).fill_(torch.nan)
+            self._parameters.update(one_expert_at_a_time(name, parameter))
         self._device = device
         self._cache_tokens = cache_tokens
         self._vocab: int = config.vocab_size
@@ -47,6 +52,10 @@ class EmbeddedEngine:
     def version(self) -> int:
         """The policy version it holds; -1 before the first weights, and after weights that did not fit."""
         return self._version
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter by its Hugging Face name, as it is now."""
+        yield from self._parameters.items()
 
     def load(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace every parameter, consuming `weights` to the end. Raises SyncError naming all that does not fit."""
@@ -90,6 +99,8 @@ class EmbeddedEngine:
                 raise ValueError("a prompt without tokens cannot be continued")
             if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self._vocab:
                 raise ValueError(f"prompt {request.prompt_ids} has a token outside the vocabulary of {self._vocab}")
+            if request.sampling.experts and not self._routers.layers:
+                raise ValueError("a model without experts cannot report which experts its tokens went to")
 
     def _sample(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample one batch, all rows a token a step; finished rows leave once they are half of it."""
@@ -101,13 +112,17 @@ class EmbeddedEngine:
         logprobs = torch.zeros(count, width, dtype=torch.float32, device=self._device)
         lengths = torch.zeros(count, dtype=torch.int64, device=self._device)
         stopped = torch.zeros(count, dtype=torch.bool, device=self._device)
+        likeliest = Likeliest(requests, width, self._device)
+        routed = Routed(requests, width, self._routers, self._device)
         cache = transformers.DynamicCache()
         for step in range(width):
             # By position: the name of the cache's argument depends on the release of transformers.
             output = self._model(input_ids, rows.mask, rows.positions, cache, use_cache=True, logits_to_keep=1)
+            routed.note(rows.places, step)
             drawn = draw(output.logits[:, -1], rows.temperatures, rows.uniforms[:, step])
             token_ids[rows.places, step] = drawn.token_ids
             logprobs[rows.places, step] = drawn.logprobs
+            likeliest.note(rows.places, step, output.logits[:, -1], rows.temperatures, drawn.token_ids)
             lengths[rows.places] += ~rows.finished
             ends = (drawn.token_ids[:, None] == rows.stop_ids).any(dim=1)
             stopped[rows.places] |= ends & ~rows.finished
@@ -127,9 +142,18 @@ class EmbeddedEngine:
                 f"sampling from weights of version {self._version} gives NaN: the weights are damaged, or training "
                 "diverged; lower the learning rate, or begin from another model"
             )
+        counts = lengths.tolist()
+        rows_out = zip(counts, stopped.tolist(), likeliest.rows(counts), routed.rows(counts), strict=True)
         return [
-            Completion(ids[row, :length].copy(), logs[row, :length].copy(), "stop" if stop else "length", self._version)
-            for row, (length, stop) in enumerate(zip(lengths.tolist(), stopped.tolist(), strict=True))
+            Completion(
+                token_ids=ids[row, :length].copy(),
+                logprobs=logs[row, :length].copy(),
+                versions=np.full(length, self._version, dtype=np.int64),
+                finish="stop" if stop else "length",
+                top=top,
+                experts=experts,
+            )
+            for row, (length, stop, top, experts) in enumerate(rows_out)
         ]
 
 

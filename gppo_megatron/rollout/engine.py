@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gppo_megatron.types import TopTokens
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -16,11 +18,15 @@ class Sampling:
     temperature: > 0; log-probs are those of the tempered distribution that was really sampled.
     max_new_tokens: at least 1.
     stop_ids: sampling of a row ends with (and includes) the first of these.
+    top_tokens: how many of the likeliest tokens to report at every place; 0 for none.
+    experts: whether to report which experts each token went to.
     """
 
     temperature: float
     max_new_tokens: int
     stop_ids: frozenset[int]
+    top_tokens: int = 0
+    experts: bool = False
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:
@@ -42,13 +48,25 @@ class Request:
 class Completion:
     """token_ids int64 [n] and logprobs float32 [n] (nats) of the n sampled tokens, the stop token included.
 
-    finish: "stop" or "length". version: the policy version that sampled it.
+    versions: int64 [n], the policy version that sampled each token; weights may change in the middle of a response.
+    finish: "stop" or "length". top: of the n tokens, where `Sampling.top_tokens` is not 0.
+    experts: int16 [prompt + n, layers, k], where `Sampling.experts` is set: what `Trajectory.experts` says.
     """
 
     token_ids: NDArray[np.int64]
     logprobs: NDArray[np.float32]
+    versions: NDArray[np.int64]
     finish: str
-    version: int
+    top: TopTokens | None = None
+    experts: NDArray[np.int16] | None = None
+
+    def __post_init__(self) -> None:
+        if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
+            raise ValueError(
+                f"{len(self.token_ids)} tokens with {len(self.logprobs)} log-probs and {len(self.versions)} versions"
+            )
+        if self.finish not in {"stop", "length"}:
+            raise ValueError(f"finish must be 'stop' or 'length', got {self.finish!r}")
 
 
 class Engine(Protocol):

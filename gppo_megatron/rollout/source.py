@@ -1,12 +1,14 @@
 """Where a step's groups come from."""
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 import numpy as np
 from gppo_verifiers.types import Status, Verdict
 
-from gppo_megatron.errors import DataError
+from gppo_megatron.data.prompts import StreamState
+from gppo_megatron.errors import CheckpointError, DataError
 from gppo_megatron.metrics import StepMetrics
 from gppo_megatron.rollout.collect import Collector
 from gppo_megatron.types import Group, Prompt, Team, Trajectory, share_of, turns_of
@@ -18,6 +20,10 @@ class PromptStream(Protocol):
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts."""
         ...
+
+    def state(self) -> StreamState: ...
+
+    def restore(self, state: StreamState) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,14 @@ class Synchronous:
         groups = self.collector.collect([prompts[place] for place in mine], mine, step, metrics)
         return [group for sampled in self.replica.gather(groups) for group in sampled]
 
+    def state(self) -> Mapping[str, Any]:
+        """The place in the data; nothing is sampled ahead."""
+        return asdict(self.stream.state())
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Raises CheckpointError for a place that these data do not have."""
+        restore_stream(self.stream, state)
+
 
 @dataclass(frozen=True)
 class GivenAnswers:
@@ -60,6 +74,22 @@ class GivenAnswers:
         """This data-parallel rank's groups, one trajectory each. Raises DataError for a prompt without an answer."""
         prompts = self.stream.take(self.prompts_per_step)
         return [Group(prompts[place], (given_answer(prompts[place]),)) for place in turns_of(len(prompts), self.data)]
+
+    def state(self) -> Mapping[str, Any]:
+        """The place in the data; nothing is sampled ahead."""
+        return asdict(self.stream.state())
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Raises CheckpointError for a place that these data do not have."""
+        restore_stream(self.stream, state)
+
+
+def restore_stream(stream: PromptStream, state: Mapping[str, Any]) -> None:
+    """Set the stream to `state`. Raises CheckpointError for a place that its data do not have."""
+    try:
+        stream.restore(StreamState(**state))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the checkpoint's place in the data does not fit these data: {error}") from error
 
 
 def given_answer(prompt: Prompt) -> Trajectory:

@@ -1,6 +1,6 @@
 """Weights for an engine that lives in the policy's own process."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,9 +24,9 @@ class InProcess:
 
     sink: Sink
 
-    def publish(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def publish(self, version: int, weights: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> None:
         """Collective, since `weights` is. Raises SyncError where the engine does not hold `version` afterwards."""
-        self.sink.load(version, weights)
+        self.sink.load(version, weights())
         if self.sink.version != version:
             raise SyncError(
                 f"the engine holds version {self.sink.version} of the weights after version {version} was sent"
@@ -37,5 +37,5 @@ class InProcess:
 class Withheld:
     """A WeightSync for stages in which nothing samples from the policy: no weight is moved."""
 
-    def publish(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def publish(self, version: int, weights: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> None:
         """Leaves `weights` untouched."""

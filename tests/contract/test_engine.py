@@ -1,9 +1,12 @@
 """What every Engine promises. A new engine joins by one entry in SUBJECTS."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -15,9 +18,18 @@ from gppo_megatron.data.model_folder import create_tiny
 from gppo_megatron.errors import SyncError
 from gppo_megatron.rollout.embedded import EmbeddedEngine
 from gppo_megatron.rollout.engine import Engine, Request, Sampling
+from gppo_megatron.rollout.event_loop import EventLoop
+from gppo_megatron.rollout.fleet import Fleet, Patience
+from gppo_megatron.rollout.sglang import SglangServer
+from gppo_megatron.types import Alone
+from gppo_megatron.weight_sync.disk import Disk
+from gppo_megatron.weight_sync.distributed import Broadcast
+from gppo_megatron.weight_sync.servers import ToServers, Transport
+from gppo_megatron.weight_sync.tensor import InBody
+from tests.served import CONTEXT, VOCAB, served, serving_process
 
-VOCAB = 21
 Weights = dict[str, torch.Tensor]
+Way = Callable[[Path, EventLoop], Transport]
 
 
 @dataclass(frozen=True)
@@ -28,12 +40,85 @@ class Subject:
     publish: Callable[[int, Iterable[tuple[str, torch.Tensor]]], None]
 
 
-def embedded(folder: Path) -> Subject:
+@contextmanager
+def embedded(folder: Path) -> Iterator[Subject]:
     engine = EmbeddedEngine(folder, torch.float32, torch.device("cpu"), cache_tokens=128)
-    return Subject(engine, engine.load)
+    yield Subject(engine, engine.load)
 
 
-SUBJECTS = {"embedded": embedded}
+@contextmanager
+def over_http(folder: Path, urls: Sequence[str], transport: Way) -> Iterator[Subject]:
+    """A fleet over servers, and one way to carry weights."""
+    with EventLoop() as loop:
+        client = httpx.AsyncClient(timeout=60)
+        servers = [SglangServer(url, client) for url in urls]
+        fleet = Fleet(servers, loop, lambda name: sync.version_of(name), VOCAB, CONTEXT, Patience())
+        way = transport(folder, loop)
+        sync = ToServers(servers, way, loop, Alone(), "run", fleet.admit)
+        try:
+            yield Subject(fleet, lambda version, weights: sync.publish(version, lambda: iter(list(weights))))
+        finally:
+            way.close(servers)
+            loop.run(client.aclose())
+
+
+@contextmanager
+def two_served(folder: Path, transport: Way) -> Iterator[Subject]:
+    with served(folder) as one, served(folder) as two, over_http(folder, (one, two), transport) as subject:
+        yield subject
+
+
+class _OneProcess:
+    """A server process that starts when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._open = ExitStack()
+        self._url: str | None = None
+
+    def url(self, folder: Path) -> str:
+        if self._url is None:
+            self._url = self._open.enter_context(serving_process(folder)).url
+        return self._url
+
+    def close(self) -> None:
+        self._open.close()
+        self._url = None
+
+
+SERVER_PROCESS = _OneProcess()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    yield
+    SERVER_PROCESS.close()
+
+
+@contextmanager
+def by_broadcast(folder: Path) -> Iterator[Subject]:
+    """Group members are processes: the server is one of its own, the same for all tests."""
+
+    def transport(_: Path, loop: EventLoop) -> Transport:
+        return Broadcast("127.0.0.1", "gloo", torch.device("cpu"), loop, 30.0, bucket_bytes=10_000)
+
+    with over_http(folder, (SERVER_PROCESS.url(folder),), transport) as subject:
+        yield subject
+
+
+def by_disk(folder: Path, loop: EventLoop) -> Transport:
+    return Disk(folder / "published", folder, loop)
+
+
+def in_body(folder: Path, loop: EventLoop) -> Transport:
+    return InBody(loop, bucket_bytes=10_000)
+
+
+SUBJECTS = {
+    "embedded": embedded,
+    "disk": partial(two_served, transport=by_disk),
+    "tensor": partial(two_served, transport=in_body),
+    "broadcast": by_broadcast,
+}
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +135,9 @@ def weights(folder: Path) -> Weights:
 
 
 @pytest.fixture(params=list(SUBJECTS))
-def subject(request: pytest.FixtureRequest, folder: Path) -> Subject:
-    return SUBJECTS[request.param](folder)
+def subject(request: pytest.FixtureRequest, folder: Path) -> Iterator[Subject]:
+    with SUBJECTS[request.param](folder) as subject:
+        yield subject
 
 
 def requests_of(count: int) -> list[Request]:
@@ -67,14 +153,19 @@ def requests_of(count: int) -> list[Request]:
 
 
 def recomputed(folder: Path, weights: Weights, request: Request, token_ids: np.ndarray) -> np.ndarray:
-    """Log-probs of the sampled tokens by one forward pass of transformers over the whole sequence."""
+    """Log-probs of the sampled tokens."""
+    logprobs = distribution(folder, weights, request, token_ids)
+    return logprobs.gather(1, torch.from_numpy(token_ids)[:, None])[:, 0].numpy()
+
+
+def distribution(folder: Path, weights: Weights, request: Request, token_ids: np.ndarray) -> torch.Tensor:
+    """[n, vocabulary], at each sampled token, by one forward pass of transformers over the whole sequence."""
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder)).eval()
     model.load_state_dict(weights, strict=False)
     sequence = torch.tensor([*request.prompt_ids, *token_ids.tolist()])
     with torch.no_grad():
         logprobs = (model(sequence[None]).logits[0] / request.sampling.temperature).log_softmax(-1)
-    predicted = logprobs[len(request.prompt_ids) - 1 : -1].gather(1, torch.from_numpy(token_ids)[:, None])
-    return predicted[:, 0].numpy()
+    return logprobs[len(request.prompt_ids) - 1 : -1]
 
 
 def test_it_refuses_to_sample_before_the_first_weights(subject: Subject) -> None:
@@ -107,9 +198,45 @@ def test_logprobs_are_those_of_the_published_weights(subject: Subject, folder: P
         subject.publish(version, published.items())
         assert subject.engine.version == version
         for request, completion in zip(requests, subject.engine.generate(requests), strict=True):
-            assert completion.version == version
+            assert set(completion.versions.tolist()) == {version}
             expected = recomputed(folder, published, request, completion.token_ids)
             np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=1e-5)
+
+
+ONLY_EMBEDDED = pytest.mark.parametrize("subject", ["embedded"], indirect=True)
+"""Servers take requests one by one."""
+
+
+@pytest.mark.parametrize("count", [1, 5, VOCAB + 3])
+def test_top_tokens_are_those_of_the_published_weights(
+    subject: Subject, folder: Path, weights: Weights, count: int
+) -> None:
+    subject.publish(0, weights.items())
+    requests = [replace(r, sampling=replace(r.sampling, top_tokens=count)) for r in requests_of(8)]
+    plain = subject.engine.generate(requests_of(8))
+    for request, completion, other in zip(requests, subject.engine.generate(requests), plain, strict=True):
+        assert completion.token_ids.tolist() == other.token_ids.tolist()
+        assert other.top is None
+        top = completion.top
+        assert top is not None
+        assert top.ids.shape == (len(completion.token_ids), count)
+        logprobs = distribution(folder, weights, request, completion.token_ids)
+        expected = logprobs.topk(min(count, VOCAB), dim=1)
+        assert top.ids[:, :VOCAB].tolist() == expected.indices.tolist()
+        assert (top.ids[:, VOCAB:] == -1).all()
+        np.testing.assert_allclose(top.logprobs[:, :VOCAB], expected.values, rtol=0, atol=1e-5)
+        taken = torch.cat([expected.indices, torch.from_numpy(completion.token_ids)[:, None]], dim=1)
+        rest = logprobs.scatter(1, taken, -torch.inf).logsumexp(1)
+        np.testing.assert_allclose(np.exp(top.rest), rest.exp(), rtol=0, atol=1e-6)
+        assert (top.rest == -np.inf).all() == (count > VOCAB)
+
+
+@ONLY_EMBEDDED
+def test_one_batch_has_one_number_of_top_tokens(subject: Subject, weights: Weights) -> None:
+    subject.publish(0, weights.items())
+    requests = [Request((3,), Sampling(1.0, 2, frozenset(), top_tokens=count), 0) for count in (1, 2)]
+    with pytest.raises(ValueError, match=r"different numbers of top tokens: \[1, 2\]"):
+        subject.engine.generate(requests)
 
 
 def test_equal_seeds_give_equal_samples_whatever_the_batch(subject: Subject, weights: Weights) -> None:

@@ -1,4 +1,4 @@
-"""The vocabulary cut over two ranks, in float64."""
+"""The vocabulary cut over 1, 2 and 4 ranks."""
 
 from pathlib import Path
 
@@ -9,5 +9,6 @@ from tests.distributed.processes import run_group
 pytestmark = pytest.mark.distributed
 
 
-def test_statistics_and_gradients_from_shards_equal_the_whole() -> None:
-    run_group(Path(__file__).with_name("head_shards.py"), [], 2)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_statistics_and_gradients_from_shards_equal_the_whole(ranks: int) -> None:
+    run_group(Path(__file__).with_name("head_shards.py"), [], ranks)

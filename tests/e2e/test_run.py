@@ -1,7 +1,9 @@
 """Whole runs on two processes: what they write, that they repeat, that layouts agree, and how they end."""
 
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import pytest
 import torch
 import transformers
 
+from gppo_megatron.checkpoint.manifest import verify
 from gppo_megatron.observe.sinks import is_timing
 
 pytestmark = pytest.mark.distributed
@@ -109,12 +112,44 @@ def test_every_layout_trains_alike(
     assert lines[0]["rollout/sampled_tokens"] == expected["rollout/sampled_tokens"]
 
 
+def test_experts_train_where_the_sampler_sent_the_tokens(tmp_path: Path) -> None:
+    """Experts on two processes, layers recomputed, the anchor scored by replay too."""
+    lines = trained(
+        run(
+            tmp_path / "run", "steps=2", "model.experts=4", "model.expert_ffn=48", "parallel.tensor=1",
+            "parallel.data=2", "parallel.expert=2", "memory.recompute=full", "objective.routing=replayed",
+            "objective.anchor=recomputed", "batch.micro_batch_tokens=128",
+        )
+    )  # fmt: skip
+    assert len(lines) == 2
+    assert all(0 < line["policy/sampler_gap_max"] <= 1e-5 for line in lines)
+
+
 def test_a_recomputed_anchor_equals_the_samplers_before_the_first_update(
     finished: tuple[Path, list[Values]], tmp_path: Path
 ) -> None:
     lines = trained(run(tmp_path / "run", "objective.anchor=recomputed", "steps=1"))
     for name in ("ratio/mean", "divergence/mean", "optimizer/grad_norm"):
         assert lines[0][name] == pytest.approx(trained(finished[1])[0][name], rel=1e-3, abs=1e-6), name
+
+
+@pytest.mark.parametrize("estimator", ["exact", "topk"])
+def test_a_run_whose_divergence_comes_from_the_head(estimator: str, tmp_path: Path) -> None:
+    """The ladder holds in the metrics, and decisions are compared: on all tokens, or on a sample of them."""
+    sample = ["objective.topk=4", "diagnostics.exact_sample=1000"] if estimator == "topk" else []
+    preset = [f"objective.preset=gppo_{estimator}", "optimizer.lr=0.003", "steps=3"]
+    lines = trained(run(tmp_path / "run", *preset, *sample, "evaluation.every=3", "evaluation.prompts=4"))
+    assert len(lines) == 3
+    for line in lines:
+        assert 0 <= line["rollout/reward"] <= 1
+        assert all(math.isfinite(line[name]) for name in ("loss/total", "optimizer/grad_norm", "kept/positive"))
+        assert line["divergence/mean"] == pytest.approx(line[f"estimate/{estimator}"], rel=1e-4)
+        ladder = [line[f"estimate/{name}"] for name in ("atomic", "binary", estimator, "exact")]
+        assert 1e-5 < ladder[0] < ladder[1] <= ladder[2] * (1 + 1e-6)
+        assert ladder[2] <= ladder[3] * (1 + 1e-6)
+        assert 0 <= line["decision/differs_binary"] <= line["decision/differs_atomic"] < 0.5
+        assert 0 < line["policy/collision"] < 1
+    assert max(line["decision/differs_atomic"] for line in lines) > 0
 
 
 def started(folder: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
@@ -131,9 +166,9 @@ def started(folder: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
     return launcher, psutil.Process(launcher.pid).children(recursive=True)
 
 
-def ended(launcher: subprocess.Popen[str], processes: Sequence[psutil.Process]) -> list[str]:
-    """What the launcher said on stderr; fails unless all is over within 15 seconds."""
-    _, errors = launcher.communicate(timeout=15)
+def ended(launcher: subprocess.Popen[str], processes: Sequence[psutil.Process], seconds: float = 15) -> list[str]:
+    """What the launcher said on stderr; fails unless all is over within so many seconds."""
+    _, errors = launcher.communicate(timeout=seconds)
     _, alive = psutil.wait_procs(processes, timeout=3)
     assert not alive
     return errors.splitlines()
@@ -149,8 +184,13 @@ def test_a_killed_rank_ends_the_run_with_one_line(rank: int, tmp_path: Path) -> 
     assert launcher.returncode == 128 + signal.SIGKILL
 
 
-def test_an_interrupt_ends_the_run_with_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_saves_a_checkpoint_and_ends_the_run(number: int, tmp_path: Path) -> None:
     launcher, processes = started(tmp_path / "run")
-    os.kill(launcher.pid, signal.SIGINT)
-    assert ended(launcher, processes) == ["interrupted; stopped 2 processes"]
-    assert launcher.returncode == 128 + signal.SIGINT
+    os.kill(launcher.pid, number)
+    said, last = ended(launcher, processes, seconds=65)  # save.grace, and a little
+    assert re.fullmatch(r"SIGTERM: stopped after step \d+ of train; `--resume` goes on from there", said)
+    assert last == "interrupted; stopped 2 processes"
+    assert launcher.returncode == 128 + number
+    step = int(said.split()[4])
+    verify(tmp_path / "run" / "checkpoints" / f"step-{30 + step}")

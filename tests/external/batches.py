@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gppo_megatron.objective.policy_gradient import PolicyGradient, TokenStreams
+from gppo_megatron.objective.policy_gradient import Objective, TokenStreams
 from gppo_megatron.objective.presets import Aggregation, Cell
 from gppo_megatron.objective.reduce import token_shares, total
 from gppo_megatron.objective.trust_region import TrustRegion
@@ -18,6 +18,7 @@ TIE = 1e-6
 class Batch:
     """float64 [B, L], padded on the right with zeros; every method sees these numbers.
 
+    log_sampler_BL: log-probs at sampling, close to log_mu_BL.
     present_BL: bool, positions that a response has. mask_BL: bool, those of them that carry loss.
     """
 
@@ -26,6 +27,7 @@ class Batch:
     advantages_BL: torch.Tensor
     present_BL: torch.Tensor
     mask_BL: torch.Tensor
+    log_sampler_BL: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +64,16 @@ def random_batch(seed: int, silent_responses: int) -> Batch:
         torch.nn.functional.logsigmoid(logit_BL),
         torch.where(chosen(0.1), 0.0, normal()),
     )
-    return Batch(*(torch.where(present_BL, stream_BL, 0.0) for stream_BL in streams), present_BL, mask_BL)
+    log_pi_BL, log_mu_BL, advantages_BL = (torch.where(present_BL, stream_BL, 0.0) for stream_BL in streams)
+    log_sampler_BL = torch.where(present_BL, log_mu_BL + 0.2 * normal(), 0.0)
+    return Batch(log_pi_BL, log_mu_BL, advantages_BL, present_BL, mask_BL, log_sampler_BL)
+
+
+def with_one_advantage_a_response(batch: Batch, spread: float) -> Batch:
+    """Every token has its response's first advantage, never 0; log pi is moved to `spread` of its distance from mu."""
+    first_BL = torch.where(batch.advantages_BL[:, :1] >= 0, 0.5, -0.5) + batch.advantages_BL[:, :1]
+    log_pi_BL = batch.log_mu_BL + spread * (batch.log_pi_BL - batch.log_mu_BL)
+    return replace(batch, advantages_BL=torch.where(batch.present_BL, first_BL, 0.0), log_pi_BL=log_pi_BL)
 
 
 def without_ties(batch: Batch, cell: Cell, slack_BL: torch.Tensor | float = TIE) -> Batch:
@@ -76,7 +87,7 @@ def without_ties(batch: Batch, cell: Cell, slack_BL: torch.Tensor | float = TIE)
 
 
 def our_update(
-    batch: Batch, objective: PolicyGradient, aggregation: Aggregation | None, constant_length: int | None = None
+    batch: Batch, objective: Objective, aggregation: Aggregation | None, constant_length: int | None = None
 ) -> Update:
     """As the trainer works it out: packed, two micro-batches, global counts. aggregation None: the plain sum."""
     tokens, sequences = int(batch.mask_BL.sum()), int(batch.mask_BL.any(1).sum())
@@ -90,12 +101,13 @@ def our_update(
                 for stream_BL in (log_pi_BL, batch.log_mu_BL, batch.advantages_BL, batch.mask_BL)
             )
             age_T = torch.zeros_like(mask_T, dtype=torch.int64)
-            streams = TokenStreams(log_pi_T, -log_pi_T, log_mu_T, log_mu_T, advantages_T, age_T, mask_T)
+            lengths = tuple(present_BL.sum(1).tolist())
+            sampler_T = batch.log_sampler_BL[rows_B][present_BL]
+            streams = TokenStreams(log_pi_T, -log_pi_T, log_mu_T, sampler_T, advantages_T, age_T, mask_T, lengths)
             loss_T = objective(streams).loss_T
             if aggregation is None:
                 loss += loss_T.sum()
             else:
-                lengths = present_BL.sum(1).tolist()
                 shares_T = token_shares(mask_T, lengths, tokens, sequences, aggregation, constant_length)
                 loss += total(loss_T, shares_T)
         return loss

@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 
-from tests.mutants import objective, policy, rollout
+from tests.mutants import objective, parallel, policy, rollout
 from tests.mutants.fault import Fault
 from tests.mutants.run import Finding, examine, examine_unmutated, take_snapshot
 
 ROOT = Path(__file__).parents[2]
-FAULTS = (*objective.FAULTS, *rollout.FAULTS, *policy.FAULTS)
+FAULTS = (*objective.FAULTS, *rollout.FAULTS, *policy.FAULTS, *parallel.FAULTS)
 AT_ONCE = 2
 
 

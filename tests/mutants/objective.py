@@ -9,6 +9,13 @@ ESTIMATORS = "gppo_megatron/objective/estimators.py"
 ADVANTAGES, ADVANTAGES_TEST = "gppo_megatron/objective/advantages.py", "tests/unit/test_advantages.py"
 REDUCE, REDUCE_TEST = "gppo_megatron/objective/reduce.py", "tests/unit/test_reduce.py"
 
+SELECTED = "gppo_megatron/objective/selected.py"
+SEQUENCE, SEQUENCE_TEST = "gppo_megatron/objective/sequence.py", "tests/numeric/test_sequence.py"
+PENALTIES, PENALTIES_TEST = "gppo_megatron/objective/penalties.py", "tests/numeric/test_penalties.py"
+CORRECTIONS, CORRECTIONS_TEST = "gppo_megatron/objective/corrections.py", "tests/numeric/test_corrections.py"
+AUXILIARY, AUXILIARY_TEST = "gppo_megatron/objective/auxiliary.py", "tests/numeric/test_auxiliary.py"
+DIAGNOSTICS, DIAGNOSTICS_TEST = "gppo_megatron/objective/diagnostics.py", "tests/numeric/test_diagnostics.py"
+
 LOSSES = (
     Fault(
         "loss-sign-flipped",
@@ -20,8 +27,8 @@ LOSSES = (
     Fault(
         "likelihood-sign-flipped",
         GRADIENT,
-        "loss_T = -_only(valid_T, streams.logprobs_T)",
-        "loss_T = _only(valid_T, streams.logprobs_T)",
+        "loss_T = -only(valid_T, streams.logprobs_T)",
+        "loss_T = only(valid_T, streams.logprobs_T)",
         GRADIENT_TEST,
     ),
     Fault(
@@ -40,7 +47,7 @@ LOSSES = (
     ),
     Fault(
         "log-prob-by-product-leaks-nan",
-        GRADIENT,
+        SELECTED,
         "return torch.where(selected_T, at_least_float32(values_T), 0.0)",
         "return selected_T * at_least_float32(values_T)",
         GRADIENT_TEST,
@@ -124,8 +131,8 @@ MEASURES = (
     Fault(
         "kl-direction-swapped",
         DIVERGENCES,
-        "Generator(_kl_forward),  # r - 1 - log r",
-        "Generator(_kl_reverse),  # r - 1 - log r",
+        "_KL_FORWARD,  # r - 1 - log r",
+        "_KL_REVERSE,  # r - 1 - log r",
         DIVERGENCES_TEST,
     ),
     Fault(
@@ -169,6 +176,20 @@ MEASURES = (
         "log_p_T = log_p_T.clamp_max(LARGEST_LOG_PROBABILITY[log_p_T.dtype])",
         "log_p_T = log_p_T.clamp_max(0.0)",
         DIVERGENCES_TEST,
+    ),
+    Fault(
+        "rest-of-the-vocabulary-forgotten",
+        ESTIMATORS,
+        " + others_T + generator.atoms(log_pi_rest_T, log_mu_rest_T)",
+        " + others_T",
+        "tests/numeric/test_divergence_shards.py",
+    ),
+    Fault(
+        "limits-of-an-atom-swapped",
+        DIVERGENCES,
+        "torch.where(no_mu_T, _weighted(log_pi_T, self.slope), atoms_T)",
+        "torch.where(no_mu_T, _weighted(log_pi_T, self.at_zero), atoms_T)",
+        "tests/numeric/test_divergence_shards.py",
     ),
     Fault(
         "preset-with-twice-the-threshold",
@@ -241,4 +262,140 @@ DENOMINATORS = (
     ),
 )
 
-FAULTS = (*LOSSES, *REGIONS, *MEASURES, *BASELINES, *DENOMINATORS)
+FAMILY = (
+    Fault(
+        "sequence-ratio-summed",
+        SEQUENCE,
+        "return (self.sums(values_T.detach()) / self.counts_B.clamp_min(1))[self.sequence_T]",
+        "return self.sums(values_T.detach())[self.sequence_T]",
+        SEQUENCE_TEST,
+    ),
+    Fault(
+        "sequence-ratio-over-tokens-without-loss",
+        SEQUENCE,
+        "        values_T = only(self.mask_T, values_T)\n        return values_T.new_zeros",
+        "        return values_T.new_zeros",
+        SEQUENCE_TEST,
+    ),
+    Fault(
+        "sequence-ratio-without-the-anchors-mean",
+        SEQUENCE,
+        "anchor_logprobs_T=sequences.means(streams.anchor_logprobs_T),",
+        "anchor_logprobs_T=streams.anchor_logprobs_T,",
+        SEQUENCE_TEST,
+    ),
+    Fault(
+        "geometric-mean-of-unclipped-ratios",
+        SEQUENCE,
+        "clipped_T = torch.where(decision.keep_T, log_ratio_T, bound_T)",
+        "clipped_T = log_ratio_T",
+        SEQUENCE_TEST,
+    ),
+    Fault(
+        "geometric-mean-of-half-a-broken-sequence",
+        SEQUENCE,
+        "usable_T = sequences.all_have(decision.finite_T)",
+        "usable_T = decision.finite_T",
+        SEQUENCE_TEST,
+    ),
+    Fault(
+        "penalty-without-its-pull",
+        PENALTIES,
+        "- streams.advantages_T.abs() * slope_T / delta_T",
+        "- 0 * slope_T / delta_T",
+        PENALTIES_TEST,
+    ),
+    Fault(
+        "penalty-thresholds-swapped",
+        PENALTIES,
+        "torch.where(log_ratio_T < 0, self.cell.delta_low, high_T)",
+        "torch.where(log_ratio_T > 0, self.cell.delta_low, high_T)",
+        PENALTIES_TEST,
+    ),
+    Fault(
+        "mismatch-inverted",
+        CORRECTIONS,
+        "log_k_T = _log_ratio(streams.anchor_logprobs_T, streams.sampler_logprobs_T)\n    if level",
+        "log_k_T = _log_ratio(streams.sampler_logprobs_T, streams.anchor_logprobs_T)\n    if level",
+        CORRECTIONS_TEST,
+    ),
+    Fault(
+        "truncation-forgotten",
+        CORRECTIONS,
+        "return Correction(weight_T.clamp_max(self.cap), metrics)",
+        "return Correction(weight_T, metrics)",
+        CORRECTIONS_TEST,
+    ),
+    Fault(
+        "off-policy-rejection-of-good-answers",
+        CORRECTIONS,
+        "(streams.advantages_T < 0) & (mean_T > self.limit)",
+        "(streams.advantages_T > 0) & (mean_T > self.limit)",
+        CORRECTIONS_TEST,
+    ),
+    Fault(
+        "correction-by-product-leaks-nan",
+        CORRECTIONS,
+        "weight_T = torch.where(streams.mask_T & ~undefined_T, weight_T, 0.0)",
+        "weight_T = weight_T * (streams.mask_T & ~undefined_T)",
+        CORRECTIONS_TEST,
+    ),
+    Fault(
+        "k3-in-the-other-direction",
+        AUXILIARY,
+        "log_ratio_T = (reference_T - log_pi_T).clamp(",
+        "log_ratio_T = (log_pi_T - reference_T).clamp(",
+        AUXILIARY_TEST,
+    ),
+    Fault(
+        "kl-of-rewards-blind-to-later-tokens",
+        AUXILIARY,
+        "return (cost_T + Sequences.of(streams).later(cost_T)) * log_pi_T",
+        "return cost_T * log_pi_T",
+        AUXILIARY_TEST,
+    ),
+    Fault(
+        "entropy-bonus-lowers-the-entropy",
+        AUXILIARY,
+        "loss_T = -self.coefficient * only(",
+        "loss_T = self.coefficient * only(",
+        AUXILIARY_TEST,
+    ),
+    Fault(
+        "masked-shares-of-the-other-sign",
+        DIAGNOSTICS,
+        "bands * (advantages_T < 0)",
+        "bands * (advantages_T > 0)",
+        DIAGNOSTICS_TEST,
+    ),
+    Fault(
+        "remainder-of-the-token-itself",
+        DIAGNOSTICS,
+        "bounded_ratio(sequences.later(log_ratio_T))",
+        "bounded_ratio(sequences.later(log_ratio_T) + log_ratio_T)",
+        DIAGNOSTICS_TEST,
+    ),
+    Fault(
+        "tokens-without-the-exact-divergence-compared",
+        DIAGNOSTICS,
+        "measured.valid_T & best.finite_T & (advantages_T != 0)",
+        "measured.valid_T & (advantages_T != 0)",
+        DIAGNOSTICS_TEST,
+    ),
+    Fault(
+        "tokens-without-an-estimate-in-its-tail",
+        DIAGNOSTICS,
+        "measured.valid_T & ~value_ET.isnan()",
+        "measured.valid_T.expand_as(value_ET)",
+        DIAGNOSTICS_TEST,
+    ),
+    Fault(
+        "largest-of-nothing-is-zero",
+        SELECTED,
+        "values_T.new_full((1,), -torch.inf)",
+        "values_T.new_full((1,), 0.0)",
+        GRADIENT_TEST,
+    ),
+)
+
+FAULTS = (*LOSSES, *REGIONS, *MEASURES, *BASELINES, *DENOMINATORS, *FAMILY)

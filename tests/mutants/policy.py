@@ -3,15 +3,20 @@
 from tests.mutants.fault import Fault
 
 MEGATRON = "gppo_megatron/policy/megatron"
+HEAD_CHUNK = f"{MEGATRON}/head_chunk.py"
 HEAD, HEAD_TEST = f"{MEGATRON}/head.py", "tests/numeric/test_head.py"
+MAIN_GRAD_TEST = "tests/numeric/test_main_grad.py"
 LAYOUTS, TABLE, MAPPING_TEST = (
     f"{MEGATRON}/mapping/layouts.py",
     f"{MEGATRON}/mapping/table.py",
     "tests/unit/test_mapping.py",
 )
+FUSED = "gppo_megatron/data/fused_experts.py"
+EXPORT, EXPORT_TEST = f"{MEGATRON}/export.py", "tests/unit/test_export.py"
 POLICY_TEST = "tests/numeric/test_policy.py"
 LOGITS_TEST = f"{POLICY_TEST}::test_logits_equal_those_of_transformers"
 AGGREGATION_TEST = f"{POLICY_TEST}::test_the_gradient_of_every_aggregation"
+NOT_FINITE_TEST = "tests/numeric/test_not_finite.py"
 ADAMW_TEST = f"{POLICY_TEST}::test_weights_equal_those_of_adamw"
 RATES_TEST = f"{POLICY_TEST}::test_learning_rates_follow_their_closed_form"
 
@@ -32,16 +37,16 @@ STATISTICS = (
     ),
     Fault(
         "temperature-forgotten",
-        HEAD,
-        ".div_(self.temperature)",
-        "",
+        HEAD_CHUNK,
+        "        return logits_CV.div_(tile.temperature)",
+        "        return logits_CV",
         HEAD_TEST,
     ),
     Fault(
         "temperature-forgotten-in-the-gradient",
-        HEAD,
-        "gradient_CV.div_(ctx.temperature)",
-        "gradient_CV.div_(1)",
+        HEAD_CHUNK,
+        "return gradient_CV.div_(tile.temperature)",
+        "return gradient_CV",
         HEAD_TEST,
     ),
     Fault(
@@ -54,65 +59,183 @@ STATISTICS = (
     Fault(
         "weight-gradient-of-the-last-chunk-alone",
         HEAD,
-        ".addmm_(gradient_CV.t(), hidden_CH)",
-        ".addmm_(gradient_CV.t(), hidden_CH, beta=0)",
+        ".addmm_(gradient_CV.t().to(sum_VH.dtype), hidden_CH.to(sum_VH.dtype))",
+        ".addmm_(gradient_CV.t().to(sum_VH.dtype), hidden_CH.to(sum_VH.dtype), beta=0)",
         HEAD_TEST,
     ),
     Fault(
         "rows-of-a-chunk-with-the-first-labels",
         HEAD,
-        "gather(1, columns.local_N[rows, None])",
-        "gather(1, columns.local_N[: len(logits_CV), None])",
+        "scratch.sums(hidden_NH[rows], tile, rows)",
+        "scratch.sums(hidden_NH[rows], tile, slice(0, len(hidden_NH[rows])))",
         HEAD_TEST,
     ),
     Fault(
         "entropy-gradient-not-centred",
-        HEAD,
-        " - of_entropy_N * entropy_N",
+        HEAD_CHUNK,
+        " - of_entropy_C * entropy_C",
         "",
         HEAD_TEST,
     ),
     Fault(
         "entropy-gradient-sign-flipped",
-        HEAD,
-        "else -self.entropy_N[rows, None]",
-        "else self.entropy_N[rows, None]",
+        HEAD_CHUNK,
+        "else -given.entropy_C[:, None]",
+        "else given.entropy_C[:, None]",
         HEAD_TEST,
     ),
     Fault(
         "entropy-of-the-wrong-normaliser",
         HEAD,
-        "log_total_N - weighted_N / total_N",
-        "log_total_N - weighted_N",
+        "log_total_N - sums.weighted / sums.total",
+        "log_total_N - sums.weighted",
         HEAD_TEST,
     ),
     Fault(
         "squares-of-the-wrong-normaliser",
         HEAD,
-        "squares_N / total_N.square()",
-        "squares_N / total_N",
+        "sums.squares / sums.total.square()",
+        "sums.squares / sums.total",
         HEAD_TEST,
     ),
     Fault(
         "squares-gradient-halved",
-        HEAD,
-        "addcmul_(probs_CV, 2 * self.squares_N[rows, None])",
-        "addcmul_(probs_CV, self.squares_N[rows, None])",
+        HEAD_CHUNK,
+        "addcmul_(probs_CV, 2 * given.squares_C[:, None])",
+        "addcmul_(probs_CV, given.squares_C[:, None])",
         HEAD_TEST,
     ),
     Fault(
         "logsumexp-without-its-shift",
         HEAD,
-        "label_N - log_total_N, top_N + log_total_N, entropy_N",
-        "label_N - log_total_N, log_total_N, entropy_N",
+        "return logprobs_N, sums.highest + log_total_N, entropy_N",
+        "return logprobs_N, log_total_N, entropy_N",
+        HEAD_TEST,
+    ),
+    Fault(
+        "labels-counted-from-the-first-tile",
+        HEAD_CHUNK,
+        "start=self.start + first",
+        "start=self.start",
+        HEAD_TEST,
+    ),
+    Fault(
+        "hidden-gradient-of-the-last-tile-alone",
+        HEAD,
+        "self.sum_CH.addmm_(gradient_CV, weight_VH)",
+        "self.sum_CH.addmm_(gradient_CV, weight_VH, beta=0)",
+        HEAD_TEST,
+    ),
+    Fault(
+        "weight-gradient-in-main-grad-and-in-autograd",
+        HEAD,
+        "        if not self._in_place:\n            return self._sum_VH.to",
+        "        if True:\n            return self._sum_VH.to",
+        MAIN_GRAD_TEST,
+    ),
+    Fault(
+        "weight-gradient-summed-in-a-main-grad-of-few-bits",
+        HEAD,
+        "main_grad_VH is not None and main_grad_VH.dtype == dtype",
+        "main_grad_VH is not None and main_grad_VH.is_floating_point()",
+        MAIN_GRAD_TEST,
+    ),
+    Fault(
+        "product-in-few-bits-not-counted-as-scratch",
+        HEAD_CHUNK,
+        "product = 0 if dtype == statistics_dtype(dtype) else dtype.itemsize",
+        "product = 0",
         HEAD_TEST,
     ),
     Fault(
         "label-missing-from-the-gradient",
-        HEAD,
-        "scatter_add_(1, columns.local_N[rows, None], label_gradient_C[:, None])",
-        "scatter_add_(1, columns.local_N[rows, None], 0 * label_gradient_C[:, None])",
+        HEAD_CHUNK,
+        "scatter_add_(1, tile.places(rows)[:, None], of_label_C[:, None])",
+        "scatter_add_(1, tile.places(rows)[:, None], 0 * of_label_C[:, None])",
         HEAD_TEST,
+    ),
+)
+
+DIVERGENCE, DIVERGENCE_TEST = f"{MEGATRON}/divergence.py", "tests/numeric/test_divergence_shards.py"
+SCORING, BEHAVIOUR_TEST = f"{MEGATRON}/scoring.py", "tests/numeric/test_behaviour.py"
+
+DISTRIBUTIONS = (
+    Fault(
+        "exact-divergence-the-other-way-round",
+        DIVERGENCE,
+        "pi.logprobs(rows, columns), mu.logprobs(rows, columns))",
+        "mu.logprobs(rows, columns), pi.logprobs(rows, columns))",
+        DIVERGENCE_TEST,
+    ),
+    Fault(
+        "last-tile-alone",
+        DIVERGENCE,
+        "sums_N[rows] += estimators.exact(",
+        "sums_N[rows] = estimators.exact(",
+        DIVERGENCE_TEST,
+    ),
+    Fault(
+        "padding-counted-as-rest",
+        DIVERGENCE,
+        "        columns -= self.shard.padded_columns(columns)\n",
+        "",
+        DIVERGENCE_TEST,
+    ),
+    Fault(
+        "sampled-token-in-the-rest",
+        DIVERGENCE,
+        'logprobs_RB.scatter_reduce_(1, local_RL, taken_RL, "amin")',
+        'logprobs_RB.scatter_reduce_(1, local_RL[:, :-1], taken_RL[:, :-1], "amin")',
+        DIVERGENCE_TEST,
+    ),
+    Fault(
+        "tokens-elsewhere-strike-column-zero",
+        DIVERGENCE,
+        "torch.where(here_RL, -torch.inf, torch.inf)",
+        "torch.full_like(logprobs_NL[rows], -torch.inf)",
+        DIVERGENCE_TEST,
+    ),
+    Fault(
+        "top-tokens-numbered-within-their-tile",
+        DIVERGENCE,
+        "found.indices + columns.start + pi.shard.start",
+        "found.indices + pi.shard.start",
+        DIVERGENCE_TEST,
+    ),
+    Fault(
+        "sampled-token-counted-twice",
+        DIVERGENCE,
+        "(ids_NK >= 0) & (ids_NK != rows.labels_N[:, None]),",
+        "ids_NK >= 0,",
+        BEHAVIOUR_TEST,
+    ),
+    Fault(
+        "anchor-head-follows-the-updates",
+        SCORING,
+        "scored.rows.weight_VH.detach().clone()",
+        "scored.rows.weight_VH.detach()",
+        BEHAVIOUR_TEST,
+    ),
+    Fault(
+        "anchor-head-of-the-first-rollout",
+        SCORING,
+        "if self._version != scored.version:",
+        "if self._version is None:",
+        BEHAVIOUR_TEST,
+    ),
+    Fault(
+        "sampled-rows-taken-for-the-first-ones",
+        SCORING,
+        "scored.rows.picked_N[some],",
+        "scored.rows.picked_N[: len(distribution.hidden_NH)],",
+        BEHAVIOUR_TEST,
+    ),
+    Fault(
+        "stale-samples-taken-for-the-policys",
+        SCORING,
+        "if self.sampled_here and versions not in ([], [version]):",
+        "if False:",
+        BEHAVIOUR_TEST,
     ),
 )
 
@@ -134,8 +257,8 @@ WEIGHTS = (
     Fault(
         "gate-and-up-swapped",
         TABLE,
-        '(f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight")',
-        '(f"{mlp}.up_proj.weight", f"{mlp}.gate_proj.weight")',
+        '(f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight")',
+        '(f"{theirs}.up_proj.weight", f"{theirs}.gate_proj.weight")',
         LOGITS_TEST,
     ),
     Fault(
@@ -152,6 +275,41 @@ WEIGHTS = (
         "{int(number)}",
         MAPPING_TEST,
     ),
+    Fault(
+        "experts-of-a-rank-counted-from-zero",
+        TABLE,
+        "int(match['expert']) + first_expert",
+        "int(match['expert'])",
+        MAPPING_TEST,
+    ),
+    Fault(
+        "experts-cut-as-dense-layers-are",
+        TABLE,
+        "gate_up, GateUp(), expert)",
+        "gate_up, GateUp())",
+        MAPPING_TEST,
+    ),
+    Fault(
+        "halves-of-fused-experts-swapped",
+        FUSED,
+        '{"gate_proj": slice(0, rows // 2), "up_proj": slice(rows // 2, rows)}',
+        '{"up_proj": slice(0, rows // 2), "gate_proj": slice(rows // 2, rows)}',
+        MAPPING_TEST,
+    ),
+    Fault(
+        "first-tensor-of-the-next-bucket-lost",
+        EXPORT,
+        "                bucket = []\n            bucket.append(planned)",
+        "                bucket = []\n                continue\n            bucket.append(planned)",
+        EXPORT_TEST,
+    ),
+    Fault(
+        "scales-of-the-block-beside",
+        f"{MEGATRON}/block_scaled.py",
+        "zip(torch.split(wide, block[0]), scales.float(), strict=True)",
+        "zip(torch.split(wide, block[0]), scales.float().roll(1, 0), strict=True)",
+        "tests/unit/test_block_scaled.py",
+    ),
 )
 
 MODEL = (
@@ -167,6 +325,20 @@ MODEL = (
         f"{MEGATRON}/model.py",
         "        rotary_base=architecture.rope_theta,\n",
         "",
+        LOGITS_TEST,
+    ),
+    Fault(
+        "llama-3-scaling-ignored",
+        f"{MEGATRON}/model.py",
+        "divided = torch.where(wavelengths > longest, frequencies / scaling.factor, frequencies)",
+        "divided = frequencies",
+        "tests/unit/test_hf_fields.py",
+    ),
+    Fault(
+        "expert-shares-never-normalised",
+        f"{MEGATRON}/experts.py",
+        '"moe_router_pre_softmax": not experts.normalized,',
+        '"moe_router_pre_softmax": True,',
         LOGITS_TEST,
     ),
     Fault(
@@ -192,10 +364,10 @@ MODEL = (
     ),
     Fault(
         "rows-of-the-grid-mixed",
-        f"{MEGATRON}/forward.py",
+        f"{MEGATRON}/arrangement.py",
         "torch.arange(length) for length in batch.lengths",
         "torch.arange(length) for length in sorted(batch.lengths)",
-        AGGREGATION_TEST,
+        "tests/numeric/test_packed.py",
     ),
     Fault(
         "rows-without-loss-through-the-head",
@@ -207,9 +379,47 @@ MODEL = (
     Fault(
         "log-probs-at-temperature-one",
         f"{MEGATRON}/forward.py",
-        "token_statistics(hidden_NH, weight_VH, labels_N, self.shard, self.temperature)",
-        "token_statistics(hidden_NH, weight_VH, labels_N, self.shard, 1.0)",
+        "HeadRows(hidden_MH, weight_VH, labels_M, self.shard, self.temperature, picked_M)",
+        "HeadRows(hidden_MH, weight_VH, labels_M, self.shard, 1.0, picked_M)",
         AGGREGATION_TEST,
+    ),
+)
+
+NOT_FINITE = (
+    Fault(
+        "schedule-goes-on-over-a-skipped-step",
+        f"{MEGATRON}/update.py",
+        "        self._skipped_in_a_row += 1\n",
+        "        self._skipped_in_a_row += 1\n        self._scheduler.step(increment=1)\n",
+        NOT_FINITE_TEST,
+    ),
+    Fault(
+        "version-goes-on-over-a-skipped-step",
+        f"{MEGATRON}/update.py",
+        "        self._skipped_in_a_row += 1\n",
+        "        self._skipped_in_a_row += 1\n        self._version += 1\n",
+        NOT_FINITE_TEST,
+    ),
+    Fault(
+        "step-taken-with-a-gradient-that-is-not-finite",
+        f"{MEGATRON}/update.py",
+        "        self._skipped_in_a_row += 1\n",
+        "        self._skipped_in_a_row += 1\n        self._optimizer.step()\n",
+        NOT_FINITE_TEST,
+    ),
+    Fault(
+        "skipped-steps-counted-over-the-whole-run",
+        f"{MEGATRON}/update.py",
+        "        self._version += 1\n        self._skipped_in_a_row = 0\n",
+        "        self._version += 1\n",
+        NOT_FINITE_TEST,
+    ),
+    Fault(
+        "last-layer-at-fault-named",
+        f"{MEGATRON}/not_finite.py",
+        "return min((place for",
+        "return max((place for",
+        NOT_FINITE_TEST,
     ),
 )
 
@@ -232,15 +442,15 @@ OPTIMIZER = (
     Fault(
         "betas-equal",
         f"{MEGATRON}/update.py",
-        "adam_beta2=config.betas[1],",
-        "adam_beta2=config.betas[0],",
+        '"adam_beta2": config.betas[1],',
+        '"adam_beta2": config.betas[0],',
         ADAMW_TEST,
     ),
     Fault(
         "clipping-off",
         f"{MEGATRON}/update.py",
-        "clip_grad=config.clip_grad or math.inf,",
-        "clip_grad=math.inf,",
+        '"clip_grad": config.clip_grad or math.inf,',
+        '"clip_grad": math.inf,',
         f"{POLICY_TEST}::test_the_gradient_is_clipped_to_its_norm",
     ),
     Fault(
@@ -259,4 +469,4 @@ OPTIMIZER = (
     ),
 )
 
-FAULTS = (*STATISTICS, *WEIGHTS, *MODEL, *OPTIMIZER)
+FAULTS = (*STATISTICS, *DISTRIBUTIONS, *WEIGHTS, *MODEL, *NOT_FINITE, *OPTIMIZER)

@@ -33,8 +33,8 @@ PACKED = (
     Fault(
         "everything-shifted-by-two",
         PACKING,
-        "np.append(values[1:], np.zeros(1, values.dtype))",
-        "np.append(values[2:], np.zeros(2, values.dtype))[: len(values)]",
+        "(values[1:], np.zeros_like(values[:1]))",
+        "(values[2:], np.zeros_like(values[:2]))",
         PACKING_TEST,
     ),
     Fault(
@@ -61,6 +61,13 @@ PACKED = (
 )
 
 SAMPLED = (
+    Fault(
+        "top-tokens-without-temperature",
+        "gppo_megatron/rollout/likeliest.py",
+        "torch.log_softmax(logits.float() / temperatures[:, None], dim=-1)",
+        "torch.log_softmax(logits.float(), dim=-1)",
+        "tests/contract/test_engine.py",
+    ),
     Fault(
         "sampled-log-prob-without-temperature",
         EMBEDDED,
@@ -123,8 +130,8 @@ JUDGED = (
     Fault(
         "failed-verdict-counted-as-zero",
         TYPES,
-        "tuple(trajectory.verdict.score for trajectory in self.trajectories)",
-        "tuple(trajectory.verdict.score or 0.0 for trajectory in self.trajectories)",
+        "None if (score := trajectory.verdict.score) is None else score - trajectory.penalty",
+        "(trajectory.verdict.score or 0.0) - trajectory.penalty",
         COLLECT_TEST,
     ),
     Fault(
@@ -177,4 +184,60 @@ STEPPED = (
     ),
 )
 
-FAULTS = (*PACKED, *SAMPLED, *JUDGED, *DRAWN, *STEPPED)
+PREFETCH_TEST, FILTERS, FILTERS_TEST = (
+    "tests/unit/test_prefetch.py", "gppo_megatron/rollout/filters.py", "tests/unit/test_filters.py",
+)  # fmt: skip
+
+AHEAD = (
+    Fault(
+        "tokens-older-than-the-bound-trained",
+        "gppo_megatron/rollout/prefetch.py",
+        "if version - oldest > self._pace.bound]",
+        "if version - oldest > self._pace.bound + 1]",
+        PREFETCH_TEST,
+    ),
+    Fault(
+        "stragglers-not-waited-for",
+        "gppo_megatron/rollout/prefetch.py",
+        "<= self._pace.over_sampling",
+        "<= self._pace.over_sampling + 1",
+        PREFETCH_TEST,
+    ),
+    Fault(
+        "lost-prompts-not-noticed",
+        "gppo_megatron/rollout/tickets.py",
+        "if missing or held_flying != sorted(self.flying) or held_ready != sorted(self.ready):",
+        "if missing > 0:",
+        PREFETCH_TEST,
+    ),
+    Fault(
+        "groups-dealt-by-where-they-were-sampled",
+        "gppo_megatron/rollout/buffer.py",
+        "consumer = {number: place % data.size for place, number in enumerate(places)}",
+        "consumer = {number: number % data.size for number in places}",
+        PREFETCH_TEST,
+    ),
+    Fault(
+        "newer-weights-refused-while-they-are-published",
+        "gppo_megatron/rollout/fleet.py",
+        "response.oldest <= v <= self._newest",
+        "response.oldest <= v <= self._version",
+        "tests/unit/test_fleet.py",
+    ),
+    Fault(
+        "over-long-penalty-of-the-whole-length",
+        FILTERS,
+        "max(0, beyond) / self.buffer",
+        "max(0, beyond) / self.longest",
+        FILTERS_TEST,
+    ),
+    Fault(
+        "finished-answers-masked",
+        FILTERS,
+        'if trajectory.finish != "length":',
+        'if trajectory.finish == "length":',
+        FILTERS_TEST,
+    ),
+)
+
+FAULTS = (*PACKED, *SAMPLED, *JUDGED, *DRAWN, *STEPPED, *AHEAD)

@@ -15,7 +15,7 @@ from mpmath import mpf
 from gppo_megatron.objective.divergences import GENERATORS, Generator, generator_of
 from gppo_megatron.objective.estimators import ESTIMATORS, log_complement
 from gppo_megatron.objective.presets import DIVERGENCES
-from gppo_megatron.objective.presets import ESTIMATORS as ESTIMATOR_NAMES
+from gppo_megatron.objective.presets import TOKEN_ESTIMATORS as ESTIMATOR_NAMES
 
 KNOWN = json.loads((Path(__file__).parent.parent / "data" / "known_answers.json").read_text(encoding="utf-8"))
 PLAIN = tuple(name for name in DIVERGENCES if name != "alpha")

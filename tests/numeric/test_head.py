@@ -2,6 +2,7 @@
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gppo_megatron.policy.megatron import head
-from gppo_megatron.policy.megatron.head import TokenStatistics, VocabShard, rows_that_fit, token_statistics
+from gppo_megatron.policy.megatron.head import TokenStatistics, VocabShard, tile_that_fits, token_statistics
 
 WHOLE = VocabShard(0, 3, None)
 LOGITS = torch.eye(3)
@@ -27,6 +28,8 @@ def reference(
         torch.logsumexp(logits, 1),
         -(log_probs.exp() * log_probs).sum(1),
         log_probs.exp().square().sum(1),
+        logits.amax(1),
+        log_probs.amax(1),
     )
 
 
@@ -34,7 +37,7 @@ def gradients_of(statistics: TokenStatistics, *inputs: torch.Tensor, used: str =
     """Of a mix of the statistics marked in `used`, with uneven weights, so that no error cancels."""
     rows = torch.arange(1.0, len(statistics.logprobs_N) + 1, dtype=statistics.logprobs_N.dtype)
     weights = (rows, rows.sqrt() - 2, rows.square() / 7 - 1, 3 - rows)
-    parts = zip(weights, statistics, used, strict=True)
+    parts = zip(weights, statistics[:4], used, strict=True)
     loss = sum((weight * value).sum() for weight, value, use in parts if use == "1")
     return torch.autograd.grad(loss, inputs)
 
@@ -51,18 +54,19 @@ def problem(
 
 @given(
     rows=st.integers(1, 7), vocab=st.integers(2, 9), padding=st.integers(0, 3), width=st.integers(1, 5),
-    rows_at_once=st.sampled_from([1, 3, None]), temperature=st.sampled_from([0.5, 1.0, 1.7]),
-    scale=st.sampled_from([0.1, 3.0, 40.0]), used=st.sampled_from(["1111", "1000", "0100", "0010", "0001", "1010"]),
-    seed=st.integers(0, 1000),
+    rows_at_once=st.sampled_from([1, 3, None]), scratch=st.sampled_from([1, 100, 2**25]),
+    temperature=st.sampled_from([0.5, 1.0, 1.7]), scale=st.sampled_from([0.1, 3.0, 40.0]),
+    used=st.sampled_from(["1111", "1000", "0100", "0010", "0001", "1010"]), seed=st.integers(0, 1000),
 )  # fmt: skip
 @settings(max_examples=150, deadline=None)
 def test_values_and_gradients_in_float64(
-    rows: int, vocab: int, padding: int, width: int, rows_at_once: int | None, temperature: float, scale: float,
-    used: str, seed: int,
+    rows: int, vocab: int, padding: int, width: int, rows_at_once: int | None, scratch: int, temperature: float,
+    scale: float, used: str, seed: int,
 ) -> None:  # fmt: skip
     hidden, weight = problem(rows, vocab + padding, width, scale, seed)
     labels = torch.randint(vocab, (rows,), generator=torch.Generator().manual_seed(seed))
-    ours = token_statistics(hidden, weight, labels, VocabShard(0, vocab, None), temperature, rows_at_once)
+    with mock.patch.object(head, "SCRATCH_BYTES", scratch):
+        ours = token_statistics(hidden, weight, labels, VocabShard(0, vocab, None), temperature, rows_at_once)
     expected = reference(hidden, weight, labels, vocab, temperature)
     torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-12)
     of_hidden, of_weight = gradients_of(ours, hidden, weight, used=used)
@@ -137,16 +141,15 @@ def test_the_inputs_are_left_as_they_were() -> None:
 def test_extreme_logits_stay_finite() -> None:
     hidden = torch.tensor([[3e4, -3e4, 0.0]], requires_grad=True)
     statistics = token_statistics(hidden, LOGITS, torch.tensor([1]), WHOLE, 1.0)
-    torch.testing.assert_close(
-        statistics, TokenStatistics(*map(torch.tensor, ([-6e4], [3e4], [0.0], [1.0]))), rtol=0, atol=0
-    )
+    expected = TokenStatistics(*map(torch.tensor, ([-6e4], [3e4], [0.0], [1.0], [3e4], [0.0])))
+    torch.testing.assert_close(statistics, expected, rtol=0, atol=0)
     assert gradients_of(statistics, hidden)[0].isfinite().all()
 
 
 def test_a_row_that_is_certain_to_the_last_bit() -> None:
     hidden = torch.tensor([[300.0, 0.0, -50.0]], requires_grad=True)
     statistics = token_statistics(hidden, LOGITS, torch.tensor([0]), WHOLE, 1.0)
-    assert [value.item() for value in statistics] == [0, 300, 0, 1]
+    assert [value.item() for value in statistics] == [0, 300, 0, 1, 300, 0]
     for used, gradient in {"1011": [[0, 0, 0]], "0100": [[-1, 0, 0]]}.items():
         statistics = token_statistics(hidden, LOGITS, torch.tensor([0]), WHOLE, 1.0)
         assert gradients_of(statistics, hidden, used=used)[0].tolist() == gradient
@@ -164,7 +167,7 @@ def test_how_far_from_certain_is_not_rounded_away() -> None:
 def test_no_rows() -> None:
     hidden, weight = problem(0, 5, 3, 1.0, 0)
     statistics = token_statistics(hidden, weight, torch.zeros(0, dtype=torch.int64), VocabShard(0, 5, None), 1.0)
-    assert [value.shape for value in statistics] == [(0,)] * 4
+    assert [value.shape for value in statistics] == [(0,)] * 6
     of_hidden, of_weight = gradients_of(statistics, hidden, weight)
     assert of_hidden.shape == (0, 3)
     assert torch.equal(of_weight, torch.zeros(5, 3, dtype=torch.float64))
@@ -184,8 +187,16 @@ def test_a_second_backward_is_refused() -> None:
     hidden, weight = problem(2, 3, 2, 1.0, 0)
     loss = token_statistics(hidden, weight, torch.tensor([0, 1]), WHOLE, 1.0).logprobs_N.sum()
     loss.backward()
-    with pytest.raises(RuntimeError, match="second time"):
+    with pytest.raises(RuntimeError, match="head a second time: its buffers are freed .* call token_statistics again"):
         loss.backward()
+
+
+def test_a_gradient_of_a_gradient_is_refused() -> None:
+    hidden, weight = problem(2, 3, 2, 1.0, 0)
+    loss = token_statistics(hidden, weight, torch.tensor([0, 1]), WHOLE, 1.0).entropy_N.square().sum()
+    (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
 
 
 class MostRows(TorchDispatchMode):
@@ -202,25 +213,26 @@ class MostRows(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("rows_at_once", [5, None])
-def test_the_logits_of_all_rows_never_exist(rows_at_once: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "SCRATCH_BYTES", 2 * 8 * 31 * 5)  # two rows of 31 float64, five times
-    hidden, weight = problem(64, 31, 3, 1.0, 0)
+@pytest.mark.parametrize(("rows_at_once", "rows"), [(5, 5), (None, 64)])
+def test_the_logits_never_exist_at_once(rows_at_once: int | None, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """31 columns are computed as four times 7 and 3."""
+    monkeypatch.setattr(head, "SCRATCH_BYTES", 2 * 8 * 7 * rows)  # two buffers of float64
+    hidden, weight = problem(64, 31, 4, 1.0, 0)
     labels = torch.zeros(64, dtype=torch.int64)
-    with MostRows(31) as forward:
+    with MostRows(7) as forward, MostRows(31) as whole:
         ours = token_statistics(hidden, weight, labels, VocabShard(0, 31, None), 1.0, rows_at_once)
-    with MostRows(31) as backward:
+    with MostRows(7) as backward, whole:
         gradients_of(ours, hidden, weight)
-    assert (forward.rows, backward.rows) == (5, 5)
+    assert (forward.rows, backward.rows, whole.rows) == (rows, rows, 0)
 
 
 @pytest.mark.parametrize(
-    ("columns", "dtype", "rows"),
-    [(2**15, torch.float32, 256), (2**15, torch.bfloat16, 256), (2**15, torch.float64, 128), (10**9, torch.float32, 1)],
+    ("rows", "dtype", "columns"),
+    [(1024, torch.float32, 4096), (1024, torch.bfloat16, 3276), (1024, torch.float64, 2048), (10**9, torch.float32, 1)],
 )
-def test_how_many_rows_fit(columns: int, dtype: torch.dtype, rows: int) -> None:
-    assert head.SCRATCH_BYTES == 64 * 2**20
-    assert rows_that_fit(columns, dtype) == rows
+def test_how_many_columns_fit(rows: int, dtype: torch.dtype, columns: int) -> None:
+    assert (head.SCRATCH_BYTES, head.ROWS_AT_ONCE) == (32 * 2**20, 1024)
+    assert tile_that_fits(rows, dtype) == (rows, columns)
 
 
 @pytest.mark.parametrize(

@@ -14,16 +14,24 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.special import lambertw, rel_entr
 
-from gppo_megatron.metrics import Max, Mean, Sum
+from gppo_megatron.metrics import Max, Mean, StepMetrics, Sum
 from gppo_megatron.objective.policy_gradient import (
     MaximumLikelihood,
     Objective,
     PolicyGradient,
-    TokenLoss,
-    TokenStreams,
 )
 from gppo_megatron.objective.presets import PRESETS, Cell
 from gppo_megatron.objective.trust_region import TrustRegion
+from tests.numeric.streams import (
+    MASKS,
+    POISONS,
+    Poison,
+    assert_finite,
+    assert_poison_stays,
+    gradient_of,
+    streams_of,
+    token_by_token,
+)
 
 KNOWN = json.loads((Path(__file__).parent.parent / "data" / "known_answers.json").read_text(encoding="utf-8"))
 Array = NDArray[np.float64]
@@ -31,28 +39,6 @@ Array = NDArray[np.float64]
 
 def objective_of(preset: str, ratio_cap: float | None = None, dual_clip: float | None = None) -> PolicyGradient:
     return PolicyGradient(TrustRegion(PRESETS[preset].cell), ratio_cap, dual_clip)
-
-
-def streams_of(
-    log_pi: list[float] | torch.Tensor,
-    log_mu: list[float] | torch.Tensor,
-    advantages: list[float] | torch.Tensor,
-    mask: list[bool] | None = None,
-    dtype: torch.dtype = torch.float64,
-    age: list[int] | None = None,
-) -> TokenStreams:
-    """Streams with the sampler's log-probs .125 below the anchor's and an entropy of half the policy's log-prob."""
-    age_T = torch.zeros(len(log_pi), dtype=torch.int64) if age is None else torch.tensor(age)
-    log_pi_T, log_mu_T, advantages_T = (torch.as_tensor(values, dtype=dtype) for values in (log_pi, log_mu, advantages))
-    mask_T = torch.ones(len(log_pi_T), dtype=torch.bool) if mask is None else torch.tensor(mask, dtype=torch.bool)
-    leaf_T = log_pi_T.clone().requires_grad_()
-    return TokenStreams(leaf_T, -leaf_T / 2, log_mu_T, log_mu_T - 0.125, advantages_T, age_T, mask_T)
-
-
-def gradient_of(objective: Objective, streams: TokenStreams) -> torch.Tensor:
-    """d(sum of the losses) / d(log pi)."""
-    (gradient_T,) = torch.autograd.grad(objective(streams).loss_T.sum(), streams.logprobs_T)
-    return gradient_T
 
 
 CASES = [(case, test) for case in KNOWN["special_cases"] for test in case["tests"]]
@@ -125,7 +111,12 @@ INTERVALS = {
 }
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+def test_every_masking_preset_has_an_interval() -> None:
+    masking = {name for name, preset in PRESETS.items() if preset.surrogate == "mask" and preset.ratio_cap is None}
+    assert set(INTERVALS) == {name for name in masking if not PRESETS[name].cell.from_head}
+
+
+@pytest.mark.parametrize("preset", INTERVALS)
 def test_gradient_equals_the_clip_formulation(preset: str) -> None:
     count = 100_000
     random = torch.Generator().manual_seed(17)
@@ -208,45 +199,13 @@ def test_enormous_ratios_stay_finite_in_float32() -> None:
     assert gradient_T.tolist() == pytest.approx([math.exp(20), 0.0, -math.exp(-20)], rel=1e-5)
 
 
-def assert_finite(result: TokenLoss) -> None:
-    for name, metric in result.metrics.items():
-        numbers = [metric.total, metric.weight] if isinstance(metric, Mean) else [metric.value]
-        assert all(number.shape == () and number.isfinite() and not number.requires_grad for number in numbers), name
-
-
-POISON = st.tuples(
-    st.integers(0, 5),
-    st.sampled_from(["logprobs_T", "anchor_logprobs_T", "advantages_T", "sampler_logprobs_T", "entropy_T"]),
-    st.sampled_from([math.nan, math.inf, -math.inf]),
-)
-
-
 @settings(max_examples=60, deadline=None)
-@given(
-    st.lists(POISON, min_size=1, max_size=6),
-    st.lists(st.booleans(), min_size=6, max_size=6),
-    st.sampled_from([*PRESETS, "maximum likelihood"]),
-)
-def test_values_that_are_not_finite_never_leak(
-    poison: list[tuple[int, str, float]], mask: list[bool], name: str
-) -> None:
-    log_pi, log_mu = [-1.0, -2.0, -0.5, -0.1, -3.0, -7.0], [-1.05, -1.5, -0.55, -0.1, -3.5, -6.8]
+@given(POISONS, MASKS, st.sampled_from([*INTERVALS, "maximum likelihood"]))
+def test_values_that_are_not_finite_never_leak(poison: list[Poison], mask: list[bool], name: str) -> None:
     objective = MaximumLikelihood() if name == "maximum likelihood" else objective_of(name)
-    clean = streams_of(log_pi, log_mu, [1.0, -1.0, 0.5, -0.5, 2.0, -2.0], mask, torch.float32)
-    values = {field.name: getattr(clean, field.name).detach().clone() for field in dataclasses.fields(clean)}
-    for position, stream, value in poison:
-        values[stream][position] = value
-    values["logprobs_T"].requires_grad_()
-    streams = TokenStreams(**values)
-
     decisive = {"logprobs_T"} if name == "maximum likelihood" else {"logprobs_T", "anchor_logprobs_T", "advantages_T"}
-    lost = {position for position, stream, _ in poison if stream in decisive}
-    sound_T = torch.tensor([position not in lost for position in range(6)])
-    result, gradient_T = objective(streams), gradient_of(objective, streams)
-    assert_finite(result)
-    for got_T, want_T in [(result.loss_T, objective(clean).loss_T), (gradient_T, gradient_of(objective, clean))]:
-        assert torch.equal(got_T, torch.where(sound_T, want_T, 0.0))
-        assert (got_T[~clean.mask_T] == 0).all()
+    lost = token_by_token(decisive)(poison, mask)
+    result = assert_poison_stays(objective, poison, mask, lost)
     assert result.metrics["policy/non_finite"] == Sum(torch.tensor(float(sum(mask[position] for position in lost))))
 
 
@@ -261,6 +220,8 @@ def test_an_empty_mask_has_a_graph_a_zero_loss_and_no_nan(objective: Objective) 
     assert result.loss_T.tolist() == [0.0, 0.0]
     assert gradient_of(objective, streams).tolist() == [0.0, 0.0]
     assert all(float(metric.weight) == 0 for metric in result.metrics.values() if isinstance(metric, Mean))
+    numbers = StepMetrics(dict(result.metrics)).flat()
+    assert all(math.isnan(number) for name, number in numbers.items() if name != "policy/non_finite"), numbers
 
 
 def test_metrics() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,15 @@ import mpmath
 import pytest
 import torch
 
-from gppo_megatron.objective.presets import DIVERGENCES, ESTIMATORS, PRESETS, Cell
+from gppo_megatron.metrics import Sum
+from gppo_megatron.objective.policy_gradient import PolicyGradient, TokenStreams
+from gppo_megatron.objective.presets import DIVERGENCES, HEAD_ESTIMATORS, PRESETS, TOKEN_ESTIMATORS, Cell
 from gppo_megatron.objective.trust_region import TrustRegion
 
 KNOWN = json.loads((Path(__file__).parent.parent / "data" / "known_answers.json").read_text(encoding="utf-8"))
 CELLS = [
     (name, estimator, alpha)
-    for estimator in ESTIMATORS
+    for estimator in TOKEN_ESTIMATORS
     for name in DIVERGENCES
     for alpha in ((-0.5, 0.25, 1.5) if name == "alpha" else (None,))
 ]
@@ -176,3 +179,34 @@ def test_low_precision_inputs_are_decided_in_float32() -> None:
     decision = TrustRegion(PRESETS["ppo"].cell).decide(*torch.tensor([[-1.0], [-1.5], [1.0]], dtype=torch.bfloat16))
     assert decision.divergence_T.dtype == torch.float32
     assert decision.divergence_T.item() == pytest.approx(math.expm1(0.5) / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("estimator", HEAD_ESTIMATORS)
+def test_a_divergence_of_the_head_decides_as_it_is(estimator: str) -> None:
+    """Against thresholds 0.1 (low) and 0.2 (high); the log-probs give the direction alone."""
+    region = TrustRegion(Cell("kl_fwd", estimator, 0.1, 0.2))
+    rows = [(0.15, 1.0, 1.0), (0.25, 1.0, 1.0), (0.15, -1.0, -1.0), (0.05, -1.0, -1.0), (0.25, 1.0, -1.0)]
+    rows += [(math.inf, 1.0, 1.0), (math.inf, -1.0, 1.0), (math.nan, -1.0, 1.0)]
+    divergence_T, move_T, advantages_T = torch.tensor(rows).T
+    decision = region.decide(-1 + 0.01 * move_T, torch.full_like(move_T, -1.0), advantages_T, divergence_T)
+    assert decision.keep_T.tolist() == [True, False, False, True, True, False, True, False]
+    assert decision.finite_T.tolist() == [True] * 7 + [False]
+    with pytest.raises(ValueError, match=f"estimator '{estimator}' needs a divergence from the LM head"):
+        region.decide(move_T, move_T, advantages_T)
+
+
+def test_a_divergence_of_the_head_that_is_no_number_gets_no_loss() -> None:
+    """The second token's is NaN, the third's infinite: outward, so it is masked; outside the mask nothing matters."""
+    region = TrustRegion(Cell("kl_rev", "exact", 0.1, 0.1))
+    logprobs_T = torch.full((4,), -1.0, requires_grad=True)
+    anchor_T, ones_T = torch.full((4,), -1.1), torch.ones(4)
+    streams = TokenStreams(
+        logprobs_T, ones_T, anchor_T, anchor_T, ones_T, ones_T.long(), torch.tensor([True, True, True, False]),
+        divergence_T=torch.tensor([0.05, math.nan, math.inf, math.nan]),
+    )  # fmt: skip
+    result = PolicyGradient(region)(streams)
+    (gradient_T,) = torch.autograd.grad(result.loss_T.sum(), logprobs_T)
+    assert gradient_T.tolist() == pytest.approx([-math.exp(0.1), 0, 0, 0])
+    assert result.metrics["policy/non_finite"] == Sum(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="needs a divergence from the LM head"):
+        PolicyGradient(region)(replace(streams, divergence_T=None))

@@ -16,7 +16,7 @@ import launchers.local
 from gppo_megatron.cli import main
 from gppo_megatron.config.load import load
 from gppo_megatron.config.schema import RunConfig
-from gppo_megatron.errors import DataError, PeerLostError
+from gppo_megatron.errors import DataError, Interrupted, PeerLostError
 from launchers.plan import ProcessPlan
 
 RUN = """\
@@ -45,15 +45,15 @@ def run_yaml(tmp_path: Path) -> str:
     return str(file)
 
 
-def training(monkeypatch: pytest.MonkeyPatch, run_training: Callable[[RunConfig], None]) -> None:
+def training(monkeypatch: pytest.MonkeyPatch, run_training: Callable[[RunConfig, bool], None]) -> None:
     """Put `run_training` where the command finds the real one."""
     module = ModuleType("gppo_megatron.build")
     module.run_training = run_training  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "gppo_megatron.build", module)
 
 
-def raising(error: BaseException) -> Callable[[RunConfig], None]:
-    def run_training(config: RunConfig) -> None:
+def raising(error: BaseException) -> Callable[[RunConfig, bool], None]:
+    def run_training(config: RunConfig, resume: bool) -> None:
         raise error
 
     return run_training
@@ -99,10 +99,11 @@ def test_print_shows_a_configuration_that_loads_again(
 def test_training_gets_the_configuration(
     run_yaml: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen: list[RunConfig] = []
-    training(monkeypatch, seen.append)
+    seen: list[tuple[RunConfig, bool]] = []
+    training(monkeypatch, lambda config, resume: seen.append((config, resume)))
     assert main(["train", run_yaml, "seed=4"]) == 0
-    assert seen == [load(run_yaml, ["seed=4"])]
+    assert main(["train", run_yaml, "--resume", "seed=5"]) == 0
+    assert seen == [(load(run_yaml, ["seed=4"]), False), (load(run_yaml, ["seed=5"]), True)]
     assert capsys.readouterr().out.startswith("model      qwen3, ")
 
 
@@ -114,7 +115,7 @@ def test_a_user_s_mistake_is_a_message(run_yaml: str, command: str, capsys: pyte
         "  batch.group: must be >= 2: a group of 1 is its own baseline, so every advantage would be 0 (got 1)",
         "  stesp: no such key; did you mean 'steps'?",
     ]
-    assert main([command, run_yaml, "parallel.tensor=4"]) == 2
+    assert main([command, run_yaml, "parallel.tensor=3"]) == 2
     assert capsys.readouterr().err.splitlines()[0] == f"{run_yaml}: 1 problem"
 
 
@@ -125,6 +126,15 @@ def test_an_existing_run_folder_is_refused(
     (tmp_path / "out").mkdir()
     assert main([command, run_yaml]) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "launch"])
+def test_a_complete_run_has_nothing_to_resume(
+    run_yaml: str, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out" / "hf").mkdir(parents=True)
+    assert main([command, run_yaml, "--resume"]) == 0
+    assert capsys.readouterr() == (f"this run is complete: its trained model is {tmp_path / 'out' / 'hf'}\n", "")
 
 
 def test_the_number_of_processes_is_checked(
@@ -147,7 +157,7 @@ def test_only_rank_0_looks_at_the_run_folder_and_speaks(
     (tmp_path / "out").mkdir()  # rank 0 may already have made it
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    training(monkeypatch, lambda config: None)
+    training(monkeypatch, lambda config, resume: None)
     assert main(["train", run_yaml, "parallel.tensor=2"]) == 0
     assert capsys.readouterr() == ("", "")
 
@@ -157,6 +167,7 @@ def test_only_rank_0_looks_at_the_run_folder_and_speaks(
     [
         (DataError("no such task"), 3, "no such task\n"),
         (PeerLostError("rank 1 is gone"), 75, ""),
+        (Interrupted("stopped after step 3"), 143, "SIGTERM: stopped after step 3\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
     ],
 )
@@ -176,7 +187,8 @@ def test_how_training_may_end(
 def test_launch_plans_every_process(run_yaml: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[ProcessPlan] = []
 
-    def run_processes(given: tuple[ProcessPlan, ...]) -> int:
+    def run_processes(given: tuple[ProcessPlan, ...], grace_seconds: float) -> int:
+        assert grace_seconds == 60
         plans.extend(given)
         return 7
 
@@ -184,6 +196,19 @@ def test_launch_plans_every_process(run_yaml: str, monkeypatch: pytest.MonkeyPat
     assert main(["launch", run_yaml, "--on", "local", "parallel.tensor=2"]) == 7
     assert [plan.environment["RANK"] for plan in plans] == ["0", "1"]
     assert plans[0].argv[1:] == ("-m", "gppo_megatron", "train", run_yaml, "parallel.tensor=2")
+    assert main(["launch", "--resume", run_yaml, "seed=2"]) == 7
+    assert plans[2].argv[3:] == ("train", run_yaml, "seed=2", "--resume")
+
+
+def test_a_reader_that_is_gone_is_no_traceback(run_yaml: str) -> None:
+    command = f"{sys.executable} -m gppo_megatron train {run_yaml} --print; echo $? >&2"
+    shell = subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert shell.stdout is not None
+    shell.stdout.close()
+    assert shell.stderr is not None
+    assert shell.stderr.read() == "141\n"
+    shell.stderr.close()
+    shell.wait()
 
 
 def test_neither_print_nor_launch_imports_torch(run_yaml: str) -> None:
@@ -191,7 +216,7 @@ def test_neither_print_nor_launch_imports_torch(run_yaml: str) -> None:
 import sys
 import launchers.local
 from gppo_megatron.cli import main
-launchers.local.run_processes = len
+launchers.local.run_processes = lambda plans, grace_seconds: len(plans)
 assert main(["train", {run_yaml!r}, "--print"]) == 0
 assert main(["launch", {run_yaml!r}, "parallel.data=2"]) == 2
 heavy = {{"torch", "numpy", "transformers", "megatron", "reasoning_gym"}} & set(sys.modules)
@@ -213,7 +238,7 @@ def test_ctrl_c_kills_a_rank_at_once(run_yaml: str, tmp_path: Path) -> None:
     script = f"""
 import sys, time, types
 module = types.ModuleType("gppo_megatron.build")
-def run_training(config):
+def run_training(config, resume):
     open({str(tmp_path / "ready")!r}, "w").close()
     while True:
         try:

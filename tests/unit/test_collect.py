@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from gppo_megatron.metrics import StepMetrics
 from gppo_megatron.rollout.collect import Collector, request_seed
 from gppo_megatron.rollout.engine import Completion, Request, Sampling
 from gppo_megatron.rollout.source import GivenAnswers, Synchronous
-from gppo_megatron.types import Alone, Group, Prompt, share_of
+from gppo_megatron.types import Alone, Group, Prompt, TopTokens, share_of
 
 SAMPLING = Sampling(1.0, 9, frozenset({1}))
 
@@ -39,7 +39,9 @@ class FakeEngine:
         finish = "length"
         if seed % 3 == 0:
             token_ids[-1], finish = 1, "stop"
-        return Completion(token_ids, (-0.25 * token_ids).astype(np.float32), finish, self.version)
+        return Completion(
+            token_ids, (-0.25 * token_ids).astype(np.float32), np.full_like(token_ids, self.version), finish
+        )
 
 
 class ScriptedJudge:
@@ -128,6 +130,37 @@ def test_trajectories_hold_prompt_and_response() -> None:
     texts = [decode(engine.generate([request])[0].token_ids) for request in engine.requests[:6]]
     assert [answer.text for answer in judge.answers] == texts
     assert [answer.task.payload["number"] for answer in judge.answers] == [2, 2, 2, 3, 3, 3]
+
+
+def test_top_tokens_stand_behind_the_prompt() -> None:
+    @dataclass
+    class Reporting(FakeEngine):
+        def _completion(self, seed: int) -> Completion:
+            plain = super()._completion(seed)
+            ids = plain.token_ids[:, None].astype(np.int32)
+            return replace(plain, top=TopTokens(ids, -ids.astype(np.float32), plain.logprobs))
+
+    (group,) = collector_of(ParityJudge([]), engine=Reporting()).collect([prompt(3)], [0], 1, StepMetrics())
+    for trajectory in group.trajectories:
+        before = len(group.prompt.token_ids)
+        assert trajectory.top is not None
+        assert trajectory.top.ids[before:, 0].tolist() == trajectory.token_ids[before:].tolist()
+        assert (trajectory.top.ids[:before] == -1).all()
+        assert trajectory.top.rest[before:].tolist() == trajectory.sampler_logprobs[before:].tolist()
+
+
+def test_experts_of_prompt_and_response_stay_with_them() -> None:
+    @dataclass
+    class Reporting(FakeEngine):
+        def _completion(self, seed: int) -> Completion:
+            plain = super()._completion(seed)
+            return replace(plain, experts=np.full((4 + len(plain.token_ids), 2, 1), seed % 7, np.int16))
+
+    (group,) = collector_of(ParityJudge([]), engine=Reporting()).collect([prompt(3)], [0], 1, StepMetrics())
+    for index, trajectory in enumerate(group.trajectories):
+        assert trajectory.experts is not None
+        assert trajectory.experts.shape == (len(trajectory.token_ids), 2, 1)
+        assert (trajectory.experts == request_seed(9, 1, 0, "p3", index) % 7).all()
 
 
 def test_seeds_tell_every_response_of_a_run_apart() -> None:

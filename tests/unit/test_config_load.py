@@ -1,8 +1,8 @@
 """YAML and overrides -> RunConfig: every problem at once, in exact words; and back to YAML without loss."""
 
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +13,7 @@ from gppo_megatron.config.bounds import BOUNDS
 from gppo_megatron.config.load import dump, load
 from gppo_megatron.config.yaml_text import parse, parse_scalar, render
 from gppo_megatron.errors import ConfigError
-from gppo_megatron.objective.presets import DIVERGENCES, ESTIMATORS, PRESETS
+from gppo_megatron.objective.presets import DIVERGENCES, ESTIMATORS, PRESETS, TOKEN_ESTIMATORS, Surrogate
 
 GOOD = """\
 run: runs/x
@@ -122,9 +122,86 @@ def test_the_model_is_chosen_by_kind(tmp_path: Path, model: str, problem: str) -
     assert problems(tmp_path, GOOD.replace("{kind: tiny}", model)) == ["run.yaml: 1 problem", problem]
 
 
-def test_a_section_with_one_kind_checks_it(tmp_path: Path) -> None:
+def test_a_kind_that_may_be_left_out_is_checked_where_it_is_written(tmp_path: Path) -> None:
     text = GOOD.replace("{max_new_tokens: 16}", "{max_new_tokens: 16, kind: embeded}")
-    assert problems(tmp_path, text)[1:] == ["rollout.kind: must be 'embedded' (got 'embeded')"]
+    expected = "rollout.kind: must be one of 'embedded', 'vllm', 'sglang' (got 'embeded'); did you mean 'embedded'?"
+    assert problems(tmp_path, text)[1:] == [expected]
+
+
+@pytest.mark.parametrize(
+    ("urls", "fault"),
+    [
+        ("[]", "(got [])"),
+        ("[here:30000]", "(got ['here:30000'])"),
+        ("[http://a:1, http://a:1]", "(got ['http://a:1', 'http://a:1'])"),
+        ("[http://a:1, http://A:1/]", "(got ['http://a:1', 'http://A:1/'])"),
+        ("[http://a:99999]", "(got ['http://a:99999'])"),
+    ],
+)
+def test_the_servers_addresses_are_checked(tmp_path: Path, urls: str, fault: str) -> None:
+    text = GOOD.replace("{max_new_tokens: 16}", f"{{max_new_tokens: 16, kind: sglang, context: 64, urls: {urls}}}")
+    expected = f"rollout.urls: must be one or more addresses such as http://host:30000, each once {fault}"
+    assert problems(tmp_path, text)[1:] == [expected]
+
+
+@pytest.mark.parametrize("kind", ["embedded", "sglang, urls: [http://a], context: 99"])
+@pytest.mark.parametrize("key", ["top_p", "top_k", "min_p"])
+def test_cutting_the_distribution_is_refused_with_the_reason(tmp_path: Path, kind: str, key: str) -> None:
+    text = GOOD.replace("rollout: {", f"rollout: {{kind: {kind}, {key}: 1, ")
+    assert problems(tmp_path, text) == [
+        "run.yaml: 1 problem",
+        f"rollout.{key}: sampling from a part of the distribution is not for training: the log-probs that come back "
+        "would not be those of what was sampled; remove it, and use rollout.temperature (got 1)",
+    ]
+
+
+def test_lists_of_sections_are_chosen_by_kind(tmp_path: Path) -> None:
+    text = GOOD + (
+        "objective:\n  corrections: [{kind: tis, cap: 3}, {kind: reject, limit: 0.1, statistic: largest}]\n"
+        "  auxiliary:\n    - {kind: kl, coefficient: 1e-3, estimator: k3}\n"
+        "    - kind: entropy\n      coefficient: 1e-4\n"
+    )
+    objective = load(write(tmp_path, text)).objective
+    assert objective.corrections == (
+        schema.TruncatedSampling(cap=3.0),
+        schema.SequenceRejection(0.1, "reject", "largest"),
+    )
+    assert objective.auxiliary == (schema.ReferenceKl(1e-3, "kl", "k3"), schema.EntropyBonus(1e-4))
+    replaced = load(write(tmp_path, text), ["objective.corrections=[{kind: mis}]", "objective.auxiliary=[]"]).objective
+    assert (replaced.corrections, replaced.auxiliary) == ((schema.MaskedSampling(),), ())
+
+
+def test_lists_of_values(tmp_path: Path) -> None:
+    given = "diagnostics: {estimators: [binary], thresholds: [1, 0.5], masked: false}\n"
+    assert load(write(tmp_path, GOOD + given)).diagnostics == schema.Diagnostics(("binary",), (1.0, 0.5), masked=False)
+    wrong = "diagnostics: {estimators: [mc, mc], thresholds: ['1'], bound: 1}\n"
+    assert problems(tmp_path, GOOD + wrong)[1:] == [
+        f"diagnostics.estimators: must be different ones of {', '.join(TOKEN_ESTIMATORS)} (got ['mc', 'mc'])",
+        "diagnostics.thresholds: must be a list of numbers (got ['1'])",
+        "diagnostics.bound: must be true or false (got 1)",
+    ]
+    assert problems(tmp_path, GOOD + "diagnostics: {estimators: mc, thresholds: [0.1, -1]}\n")[1:] == [
+        "diagnostics.estimators: must be a list of texts (got 'mc')",
+        "diagnostics.thresholds: must be different numbers > 0 (got [0.1, -1.0])",
+    ]
+
+
+def test_every_problem_in_a_list_is_listed(tmp_path: Path) -> None:
+    text = GOOD + (
+        "objective:\n  corrections: [{kind: tiss}, {cap: 2}, 5, {kind: tis, cap: 0, low: 1, caps: 3}, {kind: reject}]\n"
+        "  auxiliary: {kind: kl}\n"
+    )
+    kinds = "'tis', 'mis', 'reject', 'opsm'"
+    assert problems(tmp_path, text)[1:] == [
+        f"objective.corrections[0].kind: must be one of {kinds} (got 'tiss'); did you mean 'tis'?",
+        f"objective.corrections[1].kind: required, but not set; one of {kinds}",
+        "objective.corrections[2]: must be a mapping (got 5)",
+        "objective.corrections[3].cap: must be > 0 (got 0.0)",
+        "objective.corrections[3].low: no such key of this kind of objective.corrections[3]",
+        "objective.corrections[3].caps: no such key; did you mean 'cap'?",
+        "objective.corrections[4].limit: required, but not set",
+        "objective.auxiliary: must be a list of mappings (got {'kind': 'kl'})",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -279,10 +356,35 @@ objectives = st.builds(
     preset=st.sampled_from(sorted(PRESETS)),
     divergence=optional(st.sampled_from(DIVERGENCES)),
     alpha=optional(st.floats(-2, 2)),
+    surrogate=optional(st.sampled_from(get_args(Surrogate))),
     estimator=optional(st.sampled_from(ESTIMATORS)),
     delta_low=optional(positive),
     ratio_guard=optional(st.tuples(st.floats(0.1, 0.9), st.floats(1.1, 9))),
     advantage=optional(st.sampled_from(["mean", "mean_std", "leave_one_out"])),
+    corrections=st.lists(
+        st.builds(schema.TruncatedSampling, level=st.sampled_from(["token", "sequence"]), cap=positive)
+        | st.builds(schema.MaskedSampling)
+        | st.builds(schema.SequenceRejection, limit=positive, statistic=st.sampled_from(["mean", "largest"]))
+        | st.builds(schema.OffPolicyRejection, limit=positive)
+    ).map(tuple),
+    auxiliary=st.lists(
+        st.builds(schema.ReferenceKl, coefficient=positive) | st.builds(schema.EntropyBonus, coefficient=positive)
+    ).map(tuple),
+    reference=optional(text),
+)
+diagnostics = st.builds(
+    schema.Diagnostics,
+    estimators=st.lists(st.sampled_from(TOKEN_ESTIMATORS), unique=True).map(tuple),
+    thresholds=st.lists(positive, unique=True).map(tuple),
+    masked=st.booleans(),
+    exact_sample=st.integers(0, 99),
+)
+filtering = st.builds(
+    schema.Filtering,
+    overlong=optional(st.builds(schema.Mask) | st.builds(schema.SoftPenalty, buffer=counts, weight=positive)),
+    filters=st.lists(
+        st.builds(schema.NoSignal) | st.builds(schema.MeanScore) | st.builds(schema.Unfinished, share=share)
+    ).map(tuple),
 )
 configs = st.builds(
     schema.RunConfig,
@@ -292,7 +394,10 @@ configs = st.builds(
     data=data_sources | file_sources,
     rollout=st.builds(schema.EmbeddedRollout, max_new_tokens=counts, temperature=positive),
     device=st.sampled_from(["cpu", "cuda"]),
+    filtering=filtering,
+    prefetch=st.builds(schema.Prefetch, max_lag=counts),
     objective=objectives,
+    diagnostics=diagnostics,
     optimizer=optimizers,
     warmup=optional(st.builds(schema.Warmup, steps=counts, optimizer=optimizers)),
     megatron=st.dictionaries(st.text(), json_values, max_size=2),
@@ -308,9 +413,11 @@ def test_a_dumped_configuration_loads_back_equal(tmp_path_factory: pytest.TempPa
 
 
 def subsections(hint: Any) -> list[type]:
-    """The dataclasses a key of this type may hold."""
+    """The dataclasses a key of this type may hold, by itself or in a list."""
+    if get_origin(hint) is tuple:
+        return [section for member in get_args(hint) for section in subsections(member)]
     members = get_args(hint) or (hint,)
-    return [member for member in members if isinstance(member, type) and member.__module__ == schema.__name__]
+    return [member for member in members if isinstance(member, type) and is_dataclass(member)]
 
 
 def sections(owner: type) -> list[type]:
@@ -332,9 +439,11 @@ def keys(owner: type, prefix: str = "") -> dict[str, str]:
     """dotted key -> default in YAML, of every value below `owner`; `-` where it is required."""
     found = {}
     for item in fields(owner):
-        below = subsections(get_type_hints(owner)[item.name])
+        hint = get_type_hints(owner)[item.name]
+        below = subsections(hint)
         for section in below:
-            found |= keys(section, f"{prefix}{item.name}.")
+            entry = f"[{section.kind}]" if get_origin(hint) is tuple else ""  # type: ignore[attr-defined]
+            found |= keys(section, f"{prefix}{item.name}{entry}.")
         if not below:
             required = item.default is MISSING and item.default_factory is MISSING
             default = item.default if item.default is not MISSING else {}

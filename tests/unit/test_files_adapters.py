@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -14,8 +15,10 @@ from hypothesis import strategies as st
 from gppo_megatron.config.schema import AdapterName
 from gppo_megatron.data.files.adapters import ADAPTERS, Problem, reader_for
 from gppo_megatron.data.files.faults import UnusableRowError
+from gppo_megatron.data.files.programs import COMPARISON
 from gppo_megatron.data.files.readers import columns_of, read_rows
 from gppo_megatron.errors import DataError
+from tests.unit.program_rows import ROWS
 
 DAPO_BEFORE = (
     "Solve the following math problem step by step. The last line of your response should be of the form "
@@ -25,6 +28,9 @@ DAPO_AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
 EURUS_AFTER = "\n\nPresent the answer in LaTex format: \\boxed{Your answer}"
 CODE_AFTER = "\n\nWrite Python code to solve the problem. Present the code in \n```python\nYour code\n```\nat the end."
 TESTS = json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]})
+PAYLOAD = json.dumps(
+    {"tests": [{"kind": "stdin", "stdin": "1 2\n", "expected": "3\n"}], "comparison": dict(COMPARISON)},
+)
 
 
 def dapo(problem: str, gold: str = "34") -> dict[str, Any]:
@@ -112,7 +118,11 @@ CASES: list[tuple[str, dict[str, Any], Problem]] = [
     ("deepscaler", {"problem": "Cost?", "answer": "26", "solution": ""}, Problem("Cost?", ("26",))),
     ("dapo_math", dapo("SolvedSome $x$.Rr"), Problem("SolvedSome $x$.Rr", ("34",))),
     ("eurus2_math", eurus("Find $x$.", "\\sqrt{2}", "math", EURUS_AFTER), Problem("Find $x$.", ("\\sqrt{2}",))),
-    ("eurus2_code", eurus("Add.", TESTS, "code", CODE_AFTER), Problem("Add.", (TESTS,))),
+    ("eurus2_code", eurus("Add.", TESTS, "code", CODE_AFTER), Problem("Add.", (PAYLOAD,))),
+    *(
+        (name, row, Problem(text, (json.dumps(payload),), solution=solution))
+        for name, row, text, payload, solution in ROWS
+    ),
 ]
 IDS = [f"{name}-{place}" for place, (name, _, _) in enumerate(CASES)]
 
@@ -158,6 +168,18 @@ def test_nested_columns_as_numpy_objects(name: str, row: dict[str, Any], problem
         else:
             stored[key] = np.float64(value) if isinstance(value, float) else value
     assert read(name, stored) == problem
+
+
+@pytest.mark.parametrize(("name", "row", "problem"), CASES, ids=IDS)
+def test_a_file_that_pandas_wrote_and_the_rows_that_pandas_reads(
+    tmp_path: Path, name: str, row: dict[str, Any], problem: Problem
+) -> None:
+    file = tmp_path / "a.parquet"
+    pd.DataFrame([row]).to_parquet(file)
+    reader = reader_for(ADAPTERS[name], {}, file, columns_of(file))
+    (stored,) = read_rows(file, reader.columns)
+    assert reader.read(stored.values) == problem
+    assert read(name, pd.read_parquet(file).to_dict("records")[0]) == problem
 
 
 def test_there_is_an_adapter_for_every_name_and_a_case_for_every_adapter() -> None:

@@ -17,7 +17,7 @@ from gppo_megatron.data.files.adapters import Problem
 from gppo_megatron.data.files.faults import FAULTS, Finding, Report
 from gppo_megatron.data.files.overlap import TextIndex
 from gppo_megatron.data.files.readers import Origin
-from gppo_megatron.data.files.sets import read_sets
+from gppo_megatron.data.files.sets import SameAnswer, read_sets
 from gppo_megatron.data.files.sieve import Checks, Kept, ReadRow, Sieve, unwrapped
 from gppo_megatron.data.files.templates import TEMPLATES, Writer
 from tests.unit.code_points import CodePoints
@@ -117,6 +117,15 @@ def test_golds_that_are_written_in_two_ways_agree(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n".join([*lines, lines[0].replace("0.5", "0.51")]))
     report = read_sets(FileData(path=str(tmp_path / "a.jsonl")), None, silent).train.report
     assert report.count("conflicting_golds") == 2
+
+
+def test_golds_too_hard_to_compare_do_not_hold_up_the_reading() -> None:
+    pair = r"\int_0^1 x^{2} dx", r"\frac{1}{3}"
+    with SameAnswer(timeout_seconds=120.0) as same:
+        assert same(*pair)
+    with SameAnswer(timeout_seconds=0.001) as same:
+        assert not same(*pair)
+        assert not same(*pair)
 
 
 def test_a_gold_the_verifier_refuses_is_left_out_with_its_reason() -> None:

@@ -125,8 +125,13 @@ def test_a_tolerance_reaches_the_verifier(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"adapter": "eurus2_code"}, "data.adapter eurus2_code: programs cannot be judged yet"),
-        ({"evaluation": "x", "evaluation_adapter": "eurus2_code"}, "programs cannot be judged yet"),
+        (
+            {"adapter": "eurus2_code"},
+            "data.template boxed_user asks for a final answer, but the answers of data.adapter eurus2_code are a "
+            "program; choose another template: python_block",
+        ),
+        ({"evaluation": "x", "evaluation_adapter": "eurus2_code"}, "the answers of data.adapter eurus2_code"),
+        ({"template": "python_block"}, "the answers of data.adapter gsm8k are a final answer; .*: none, boxed_user"),
         ({"adapter": "plain"}, "no column 'prompt'; it has 'question', 'answer'"),
         ({"path": "none.jsonl"}, "none.jsonl: no such file"),
         ({"path": str(GSM8K)}, "holds the splits test, train"),

@@ -20,7 +20,7 @@ def test_there_is_a_template_for_every_name() -> None:
     assert set(TEMPLATES) == set(get_args(TemplateName))
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", [name for name, template in TEMPLATES.items() if template.verifier == "math"])
 def test_the_extractor_finds_the_answer_that_the_template_asks_for(name: str) -> None:
     template = TEMPLATES[name]
     response = template.response("\\frac{1}{2}")

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gppo_megatron.config.schema import EmbeddedRollout, Parallel, ReasoningGymData, RunConfig, TinyModel
+from gppo_megatron.config.rollouts import EmbeddedRollout
+from gppo_megatron.config.schema import Parallel, ReasoningGymData, RunConfig, TinyModel
 from launchers.plan import plan_processes
 
 REGISTER = "import os, sys, time, signal; open(f'{os.environ[\"PIDS\"]}/{os.getpid()}', 'w').close(); "
@@ -29,18 +30,18 @@ from launchers.plan import ProcessPlan
 local.STOP_SECONDS = 0.5
 workers = json.loads(sys.argv[1])
 plans = [ProcessPlan(rank, (sys.executable, "-S", "-c", code), {}) for rank, code in enumerate(workers)]
-sys.exit(local.run_processes(plans))
+sys.exit(local.run_processes(plans, grace_seconds=float(sys.argv[2])))
 """
 
 
 class Launch:
     """A launcher in a process of its own, and the ids of every worker that reported itself."""
 
-    def __init__(self, folder: Path, *workers: str, expected: int | None = None) -> None:
+    def __init__(self, folder: Path, *workers: str, expected: int | None = None, grace: float = 0.5) -> None:
         self.folder = folder
         self.started = time.monotonic()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", DRIVER, json.dumps(workers)],
+            [sys.executable, "-c", DRIVER, json.dumps(workers), str(grace)],
             env={**os.environ, "PIDS": str(folder), "EXPECTED": str(expected or len(workers))},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -144,6 +145,39 @@ def test_a_signal_to_the_launcher_stops_all(tmp_path: Path, number: signal.Signa
     launch.wait_for_workers(2)
     launch.process.send_signal(number)
     assert launch.finish() == (128 + number, "", ["interrupted; stopped 2 processes"])
+
+
+SAVES = (
+    REGISTER
+    + """
+def save(number, frame):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(1)
+    print("saved", flush=True)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+time.sleep(60)
+"""
+)
+
+
+def test_processes_have_the_grace_to_save_their_state(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, SAVES, grace=30)
+    launch.wait_for_workers(1)
+    time.sleep(0.3)  # from its report to its handler
+    launch.process.send_signal(signal.SIGTERM)
+    assert launch.finish() == (143, "saved\n", ["interrupted; stopped 1 process"])
+    assert time.monotonic() - launch.started < 25
+
+
+def test_a_second_signal_does_not_wait_for_the_grace(tmp_path: Path) -> None:
+    stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEP
+    launch = Launch(tmp_path, stubborn, grace=60)
+    launch.wait_for_workers(1)
+    for _ in range(2):
+        launch.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    assert launch.finish() == (130, "", ["interrupted; stopped 1 process"])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")

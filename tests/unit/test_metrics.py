@@ -65,6 +65,13 @@ def test_time_is_the_slowest_and_is_kept_when_the_work_fails(monkeypatch: pytest
     assert metrics.flat() == {"time/publish": 0.5, "time/update": 2.5}
 
 
+def test_the_largest_of_nothing_is_no_number_and_hides_none() -> None:
+    nothing, something = StepMetrics({"a": Max(-math.inf)}), StepMetrics({"a": Max(-3.0)})
+    assert math.isnan(nothing.flat()["a"])
+    assert nothing.merge(something).flat() == {"a": -3.0}
+    assert StepMetrics({"a": Sum(-math.inf)}).flat() == {"a": -math.inf}, "only a maximum can be of nothing"
+
+
 @dataclass(frozen=True)
 class FakeTeam:
     """Every other member's metrics are known beforehand."""
@@ -128,8 +135,21 @@ def test_speed_is_all_sampled_tokens_over_the_slowest_ranks_step() -> None:
     Record(FakeTeam((rank(100, 2),)), "train", [sink])(1, rank(300, 4))
     assert sink.lines[0][2]["speed/tokens_per_second"] == 100.0
     assert sink.lines[0][2]["speed/sampled_tokens_per_second"] == 400.0
+    assert sink.lines[0][2]["speed/waiting_share"] == 0.25
     Record(Alone(), "warmup", [sink])(1, measured(1.0))
     assert "speed/tokens_per_second" not in sink.lines[1][2]
+
+
+def test_utilisation_is_all_operations_over_what_all_devices_could_do() -> None:
+    def rank(operations: float, seconds: float) -> StepMetrics:
+        return StepMetrics({"speed/update_flops": Sum(operations), "time/update": Max(seconds)})
+
+    sink = Kept()
+    idle = StepMetrics({"time/update": Max(1.0)})  # of a replica, one process reports
+    Record(FakeTeam((rank(6e12, 2.0), idle)), "train", [sink], peak_flops=4e12)(1, rank(3e12, 1.5))
+    assert sink.lines[0][2]["speed/mfu"] == pytest.approx(9 / (2.0 * 4 * 3))
+    Record(Alone(), "train", [sink])(1, rank(3e12, 1.5))
+    assert "speed/mfu" not in sink.lines[1][2], "nothing is said where the peak is not known"
 
 
 @pytest.mark.parametrize("values", [(1.0, math.nan), (math.nan, 1.0), (math.nan, math.nan)])

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from matplotlib.image import imread
 
 from gppo_megatron.errors import DataError
-from gppo_megatron.observe.console import Console, curve, duration, wrap
+from gppo_megatron.observe.console import Console, Trend, curve, duration, wrap
 from gppo_megatron.observe.curves import Series, read_curves
 from gppo_megatron.observe.jsonl import JsonLines
-from gppo_megatron.observe.report import write_html, write_png
+from gppo_megatron.observe.panels import MAIN_PANELS, MORE_PANELS, OTHER_PANELS, WARMUP_PANELS
+from gppo_megatron.observe.report import COLORS, write_html, write_png
 from gppo_megatron.observe.sinks import Sink, is_timing
 from gppo_megatron.observe.svg import Axis
 from gppo_megatron.observe.tensorboard import TensorBoard
@@ -231,6 +232,20 @@ def test_curve_averages_a_long_run_into_its_cells() -> None:
     assert curve([0.0, math.nan, 2.0], " _-#") == "_ #"
 
 
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 100, 1000])
+def test_a_trend_keeps_the_means_of_neighbours_in_at_most_32_cells(count: int) -> None:
+    values = [math.sin(0.01 * index) for index in range(count)]
+    trend = Trend()
+    for value in values:
+        trend.add(value)
+    width = 1
+    while width * 32 < count:
+        width *= 2
+    expected = [values[start : start + width] for start in range(0, count, width)]
+    assert trend.means() == pytest.approx([sum(cell) / len(cell) for cell in expected])
+    assert len(trend.means()) <= 32
+
+
 def test_durations_and_wrapping() -> None:
     assert [duration(seconds) for seconds in (0.4, 59.6, 3599, 3661)] == ["0:00", "1:00", "59:59", "1:01:01"]
     assert wrap(["head", "aaaa", "bbbb", "cccc"], 12) == ["head  aaaa", "    bbbb", "    cccc"]
@@ -245,7 +260,7 @@ def test_tensorboard_events_read_back(tmp_path: Path) -> None:
     sink = TensorBoard(tmp_path)
     sink.write(1, "warmup", {"policy/nll": 2.5})
     sink.write(1, "train", {"rollout/reward": 0.25})
-    sink.write(2, "train", {"rollout/reward": 0.5})
+    sink.write(2, "train", {"rollout/reward": 0.5, "kept/negative": math.nan})
     sink.close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
@@ -397,3 +412,8 @@ def test_page_draws_values_where_they_belong(tmp_path: Path) -> None:
     write_html(tmp_path / "metrics.jsonl", tmp_path / "r.html", "run", "")
     # The plot spans x 66 to 426 for steps 1 to 5, and y 196 to 12 for rewards 0 to 1; NaN lifts the pen.
     assert 'd="M66.0 196.0M246.0 12.0L426.0 104.0"' in (tmp_path / "r.html").read_text()
+
+
+def test_every_line_of_a_panel_has_a_colour() -> None:
+    panels = (*WARMUP_PANELS, *MAIN_PANELS, *MORE_PANELS, *OTHER_PANELS)
+    assert max(len(panel.lines) for panel in panels) <= len(COLORS)

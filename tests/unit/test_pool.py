@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from gppo_verifiers.errors import WorkerStartError
 from gppo_verifiers.frames import FrameReader, encode
-from gppo_verifiers.pool import WorkerPool
+from gppo_verifiers.pool import WorkerPool, WorkerProcess
 from gppo_verifiers.types import Answer, Status, Task, Verdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +24,7 @@ HERE = str(Path(__file__).parent)
 def path() -> Iterator[pytest.MonkeyPatch]:
     """Workers find the table beside this file."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", HERE)
+        patch.setenv("PYTHONPATH", HERE, prepend=os.pathsep)
         yield patch
 
 
@@ -77,6 +77,17 @@ def test_a_failing_verifier_costs_its_own_answer_and_no_other(
     assert [verdict.score for verdict in verdicts] == [1.0, 0.0, None, 1.0, 0.0, 1.0]
     assert verdicts[2].status is status
     assert detail in verdicts[2].detail
+
+
+def test_the_kernel_ends_an_answer_out_of_cpu_time_though_nobody_watches(path: pytest.MonkeyPatch) -> None:
+    worker = WorkerProcess(TABLE, memory_bytes=1 << 29, cpu_seconds=1)
+    try:
+        worker.give(0, encode({"id": 0, "kind": "pow", "payload": {}, "text": ""}))
+        while worker.sending:
+            worker.exchange()
+        assert worker.process.wait(timeout=60) == -signal.SIGXCPU
+    finally:
+        worker.kill()
 
 
 @pytest.mark.parametrize("kind", ["pollute", "interrupt"])
@@ -149,7 +160,7 @@ def test_a_worker_that_cannot_start_is_an_error(path: pytest.MonkeyPatch, table:
 
 def test_a_worker_that_dies_at_start_is_not_tried_for_ever(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "fatal_table.py").write_text("import os\nos._exit(5)\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     with pytest.raises(WorkerStartError, match="cannot start: it ended with exit code 5"):
         WorkerPool(1, 1.0, "fatal_table:VERIFIERS")
 

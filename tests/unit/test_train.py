@@ -1,6 +1,6 @@
 """The loop, by the order in which it calls its parts."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,8 +25,8 @@ class Parts:
     def weights(self) -> Iterator[str]:
         return iter([f"weights {self.version}"])
 
-    def publish(self, version: int, weights: Iterator[str]) -> None:
-        self.calls.append(("publish", version, *weights))
+    def publish(self, version: int, weights: Callable[[], Iterator[str]]) -> None:
+        self.calls.append(("publish", version, *weights()))
 
     def next_groups(self, step: int, metrics: StepMetrics) -> list[Group]:
         metrics.add("rollout/step", Last(float(step)))

@@ -1,5 +1,6 @@
 """The Weights & Biases sink, with the real library offline."""
 
+import math
 import time
 from pathlib import Path
 
@@ -22,9 +23,10 @@ def test_metrics_are_logged_by_stage_with_their_own_steps(tmp_path: Path, monkey
     monkeypatch.setenv("WANDB_SILENT", "true")
     sink = WeightsAndBiases(Wandb("project", mode="offline"), tmp_path, {"seed": 1234567})
     sink.write(17, "warmup", {"policy/nll": 2.53125})
-    sink.write(18, "train", {"rollout/reward": 0.21875})
+    sink.write(18, "train", {"rollout/reward": 0.21875, "kept/negative": math.nan})
     sink.close()
     record = written_record(tmp_path, until=b"0.21875")
     for written in (b"warmup/policy/nll", b"2.53125", b"train/rollout/reward", b"0.21875", b"train/step", b"1234567"):
         assert written in record, written
+    assert b"kept/negative" not in record
     assert record.index(b"2.53125") < record.index(b"0.21875")

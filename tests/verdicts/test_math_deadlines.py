@@ -57,7 +57,7 @@ def test_what_is_merely_slow_ends_at_its_deadline_without_a_score(pool: WorkerPo
     verdicts = pool.judge([answer("5", text), answer("5", r"\boxed{5}")])
     assert [verdict.status for verdict in verdicts] == [Status.TIMEOUT, Status.GRADED]
     assert verdicts[0].score is None
-    assert time.monotonic() - start < SECONDS + SLACK + 5.0  # the second answer waits for a new worker
+    assert time.monotonic() - start < SECONDS + SLACK + 60.0  # the second answer waits for a new worker to start
 
 
 def test_an_unreadable_gold_answer_gives_no_score(pool: WorkerPool) -> None:

@@ -3,3 +3,7 @@
 
 class WorkerStartError(Exception):
     """No verifier worker can be started; the message says why."""
+
+
+class ServiceError(Exception):
+    """A verifier service cannot be started, or none can be reached; the message says why."""

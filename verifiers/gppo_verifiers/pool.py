@@ -3,6 +3,7 @@
 One thread: `judge` moves bytes to and from every worker, and kills the one whose answer is past its deadline.
 """
 
+import math
 import os
 import selectors
 import signal
@@ -28,11 +29,11 @@ WINDOW = 16
 class WorkerProcess:
     """One worker and the answers it holds: the first is being judged, the others wait in its socket."""
 
-    def __init__(self, table: str, memory_bytes: int) -> None:
+    def __init__(self, table: str, memory_bytes: int, cpu_seconds: int) -> None:
         self.channel, theirs = socket.socketpair()
         self.channel.setblocking(False)
         with theirs:
-            arguments = [str(theirs.fileno()), str(os.getpid()), str(memory_bytes), table]
+            arguments = [str(theirs.fileno()), str(os.getpid()), str(memory_bytes), str(cpu_seconds), table]
             self.process = subprocess.Popen(
                 # -P: a file in the working directory must not stand in for a module of the worker.
                 [sys.executable, "-P", "-m", "gppo_verifiers.worker", *arguments],
@@ -96,6 +97,7 @@ class WorkerPool:
 
     table: where the verifiers are, as `module:name` (see `kinds`).
     memory_bytes: address space of a worker; beyond it a verifier meets MemoryError.
+    The kernel ends a worker whose answer used more CPU time than the timeout, even where this process is held up.
     Raises WorkerStartError where a worker cannot start. Create it, and use it, in the process's main thread: Linux
     ends workers with the thread that started them.
     """
@@ -118,7 +120,7 @@ class WorkerPool:
         self._verdicts: dict[int, Verdict] = {}
         self._workers: list[WorkerProcess] = []
         try:
-            self._workers += [WorkerProcess(table, memory_bytes) for _ in range(workers)]
+            self._workers += [self._new_worker() for _ in range(workers)]
             while not all(worker.ready for worker in self._workers):
                 self._advance()
         except BaseException:
@@ -153,6 +155,9 @@ class WorkerPool:
             self.close()
             raise
         return [self._verdicts[place] for place in range(len(answers))]
+
+    def _new_worker(self) -> WorkerProcess:
+        return WorkerProcess(self._table, self._memory_bytes, math.ceil(self._timeout_seconds))
 
     def _hand_out(self, answers: Sequence[Answer]) -> None:
         for worker in self._workers:
@@ -219,11 +224,11 @@ class WorkerPool:
         elif worker.held:
             self._verdicts[worker.held.popleft()] = (
                 Verdict(None, Status.TIMEOUT, f"still running after {self._timeout_seconds:g} s")
-                if late
+                if late or code == -signal.SIGXCPU
                 else Verdict(None, Status.CRASH, f"the verifier's process {reason}")
             )
             self._waiting.extendleft(reversed(worker.held))
-        return WorkerProcess(self._table, self._memory_bytes)
+        return self._new_worker()
 
 
 def _verdict_of(score: Any, status: Any, detail: Any) -> Verdict:

@@ -6,11 +6,13 @@ only once the pool can be told why that fails.
 
 import ctypes
 import importlib
+import math
 import os
 import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,10 +26,14 @@ DETAIL_CHARACTERS = 500
 PR_SET_PDEATHSIG = 1
 
 
-def main(descriptor: int, parent: int, memory_bytes: int, table: str) -> int:
-    """Serve answers on the socket `descriptor` until it closes. Returns the exit code."""
+def main(descriptor: int, parent: int, memory_bytes: int, cpu_seconds: int, table: str) -> int:
+    """Serve answers on the socket `descriptor` until it closes. Returns the exit code.
+
+    cpu_seconds: what one answer may use; beyond it the kernel ends the process, whatever the pool is doing.
+    """
     os.set_inheritable(descriptor, False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):  # the trainer ends it when it is time
+        signal.signal(number, signal.SIG_IGN)
     if not _die_with(parent):
         return 1
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -42,6 +48,7 @@ def main(descriptor: int, parent: int, memory_bytes: int, table: str) -> int:
         reader = FrameReader()
         while data := channel.recv(1 << 16):
             for message in reader.feed(data):
+                _grant_cpu(cpu_seconds)
                 verdict = judge_one(verifiers, message["kind"], message["payload"], message["text"])
                 reply = {
                     "id": message["id"],
@@ -51,6 +58,12 @@ def main(descriptor: int, parent: int, memory_bytes: int, table: str) -> int:
                 }
                 channel.sendall(encode(reply))
     return 0
+
+
+def _grant_cpu(seconds: int) -> None:
+    """Let this process use `seconds` more of CPU time; SIGXCPU then ends it."""
+    _, ceiling = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + seconds, ceiling))
 
 
 def load_table(table: str) -> Mapping[str, Verifier]:
@@ -91,4 +104,5 @@ def _die_with(parent: int) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))
+    numbers = [int(argument) for argument in sys.argv[1:5]]
+    sys.exit(main(numbers[0], numbers[1], numbers[2], numbers[3], sys.argv[5]))

@@ -12,9 +12,12 @@ from typing import Any, Literal
 from gppo_verifiers.math.exact import read_number
 from gppo_verifiers.math.extract import boxed
 from gppo_verifiers.math.normalize import normalize
+from gppo_verifiers.types import Task
 
 from gppo_megatron.data.files.cells import answer_texts, cell, listed, problem_text, trimmed
 from gppo_megatron.data.files.faults import Finding, UnusableRowError, excerpt
+from gppo_megatron.data.files.program_sets import human_eval_task, livecodebench_task, mbpp_task
+from gppo_megatron.data.files.programs import program_task
 from gppo_megatron.data.files.templates import PROBLEM, TEMPLATES
 from gppo_megatron.errors import DataError
 
@@ -26,13 +29,15 @@ Gold = Callable[[str], str]
 class Problem:
     """A row as read: the bare problem, and its answers, of which each is right.
 
-    tolerance: how far a number may be off, relative to the answer. doubts: faults that do not keep it from use.
+    golds: of a programming problem, the judge's payload, as one text in JSON; solution: a right program, if one is
+    known. tolerance: how far a number may be off, relative to the answer. doubts: faults that do not keep it from use.
     """
 
     text: str
     golds: tuple[str, ...]
     tolerance: float | None = None
     doubts: tuple[Finding, ...] = ()
+    solution: str | None = None
 
 
 @dataclass(frozen=True)
@@ -118,17 +123,44 @@ def within_a_hundredth(problem: Problem, extra: Mapping[str, Any]) -> Problem:
 
 
 def tests_of(text: str) -> str:
-    """Eurus-2 code: {inputs, outputs} or {fn_name, inputs, outputs} as JSON text, one output for each input."""
-    try:
-        tests = json.loads(text)
-        inputs, outputs = tests["inputs"], tests["outputs"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UnusableRowError(
-            "malformed_row", f"the tests are not {{inputs, outputs}}: {excerpt(str(error))}"
-        ) from None
-    if not inputs or len(inputs) != len(outputs):
-        raise UnusableRowError("malformed_row", f"{len(inputs)} inputs and {len(outputs)} outputs")
-    return text
+    """Programming problems whose tests are {inputs, outputs}, perhaps with a fn_name."""
+    return _payload(program_task(text))
+
+
+def with_starter(problem: Problem, extra: Mapping[str, Any]) -> Problem:
+    """The code that a program must begin with, or the signature it must have, is part of the problem."""
+    starter = extra.get("starter_code")
+    if not isinstance(starter, str) or not starter.strip():
+        return problem
+    return replace(problem, text=f"{problem.text}\n\nUse this code as the beginning:\n{starter.rstrip()}")
+
+
+def livecodebench(problem: Problem, extra: Mapping[str, Any]) -> Problem:
+    task = livecodebench_task(problem.golds[0], extra["private_test_cases"], extra["metadata"])
+    return with_starter(replace(problem, golds=(_payload(task),)), extra)
+
+
+def human_eval(problem: Problem, extra: Mapping[str, Any]) -> Problem:
+    """HumanEval: the problem is the head of a function with its description."""
+    task = human_eval_task("\n".join(problem.golds), extra["prompt"], extra["entry_point"])
+    text = f"Complete this function:\n\n{problem.text}"
+    solution = f"{extra['prompt']}{extra['canonical_solution'] or ''}" if extra["canonical_solution"] else None
+    return replace(problem, text=text, golds=(_payload(task),), solution=solution)
+
+
+def mbpp(problem: Problem, extra: Mapping[str, Any]) -> Problem:
+    """MBPP: nothing but the asserts says what the function is called."""
+    task = mbpp_task(problem.golds, extra["code"], extra["test_setup_code"], extra["test_imports"])
+    text = "\n".join([problem.text, "", "These must hold:", *problem.golds])
+    return replace(problem, text=text, golds=(_payload(task),), solution=extra["code"])
+
+
+def with_solution(problem: Problem, extra: Mapping[str, Any]) -> Problem:
+    return replace(problem, solution=extra["solution"] or None)
+
+
+def _payload(task: Task) -> str:
+    return json.dumps(task.payload)
 
 
 DAPO_BEFORE, DAPO_AFTER = TEMPLATES["dapo"].user.split(PROBLEM)
@@ -163,6 +195,31 @@ ADAPTERS: dict[str, Adapter] = {
             "\n\nWrite Python code to solve the problem. Present the code in \n```python\nYour code\n```\nat the end.",
         ),
         only=("ability", "code"),
+        verifier="code",
+    ),
+    "programs": Adapter(("prompt",), {"tests": tests_of}, extra=("solution",), finish=with_solution, verifier="code"),
+    "apps": Adapter(
+        ("question",), {"input_output": tests_of}, extra=("starter_code",), finish=with_starter, verifier="code"
+    ),
+    "livecodebench": Adapter(
+        problem=("question_content",),
+        answers={"public_test_cases": as_it_is},
+        extra=("private_test_cases", "metadata", "starter_code"),
+        finish=livecodebench,
+        verifier="code",
+    ),
+    "human_eval": Adapter(
+        problem=("prompt",),
+        answers={"test": as_it_is},
+        extra=("prompt", "entry_point", "canonical_solution"),
+        finish=human_eval,
+        verifier="code",
+    ),
+    "mbpp": Adapter(
+        problem=("text", "prompt"),
+        answers={"test_list": as_it_is},
+        extra=("code", "test_setup_code", "test_imports"),
+        finish=mbpp,
         verifier="code",
     ),
 }

@@ -5,8 +5,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
-from gppo_verifiers.math.grading import grade, self_check
+from gppo_verifiers.math.grading import self_check
+from gppo_verifiers.pool import WorkerPool
+from gppo_verifiers.types import Answer, Task
 
 from gppo_megatron.config.schema import FileData
 from gppo_megatron.data.files.adapters import ADAPTERS, Adapter, reader_for
@@ -17,6 +21,7 @@ from gppo_megatron.data.files.sieve import Checks, Kept, ReadRow, Sieve
 from gppo_megatron.data.files.templates import TEMPLATES, Writer
 
 PROGRESS_SECONDS = 2.0
+COMPARISON_SECONDS = 5.0
 
 Say = Callable[[str], None]
 
@@ -45,18 +50,42 @@ class Sets:
         return "\n".join(str(report) for report in (*reports, self.train.report))
 
 
+class SameAnswer:
+    """Whether two known answers say the same, by the math verifier in a worker process, each within a deadline.
+
+    What cannot be compared (an answer that is no mathematics, a formula too hard) is not the same. The process starts
+    when it is first needed: few data sets give one problem two answers.
+    """
+
+    def __init__(self, timeout_seconds: float = COMPARISON_SECONDS) -> None:
+        self._timeout_seconds = timeout_seconds
+        self._pool: WorkerPool | None = None
+
+    def __call__(self, first: str, second: str) -> bool:
+        if self._pool is None:
+            self._pool = WorkerPool(1, self._timeout_seconds)
+        task = Task("math", {"gold": first, "extractor": "whole"})
+        return self._pool.judge([Answer(task, second)])[0].score == 1.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+
 def read_sets(config: FileData, writer: Writer | None, say: Say) -> Sets:
     """Both sets, checked; without a writer the length of prompts is not. Raises DataError for unreadable files."""
+    with SameAnswer() as same:
+        return _read_sets(config, writer, say, same)
+
+
+def _read_sets(config: FileData, writer: Writer | None, say: Say, same: SameAnswer) -> Sets:
     extractor = TEMPLATES[config.template].extractor
 
     def verify(gold: str) -> str | None:
         return self_check(gold, extractor)
-
-    def same(first: str, second: str) -> bool:
-        try:
-            return grade({"gold": first, "extractor": "whole"}, second).score == 1.0
-        except ValueError:
-            return False  # the first cannot be read as an answer, which is reported as a fault of its own
 
     def checks(adapter: Adapter, repeats: bool, evaluation: TextIndex | None) -> Checks:
         return Checks(

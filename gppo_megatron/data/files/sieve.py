@@ -40,16 +40,16 @@ class Checks:
     """What a problem must pass.
 
     self_check: why the verifier does not take a known answer for right, or None where it does.
-        None: the golds are no answers that can be checked by themselves.
+        None: the golds are no answers, but what tests one; there may be a solution besides.
     same: whether two known answers say the same; asked where they are not written alike.
-    write: a problem and an answer to tokens; None where no tokenizer is at hand.
+    write: a problem and an answer, where one is known, to tokens; None where no tokenizer is at hand.
     in_template: whether a template is put around the problems, so that they must bring none.
     repeats: whether a problem may be there several times.
     evaluation: the problems to evaluate on, which must not be trained on.
     """
 
     self_check: Callable[[str], str | None] | None
-    write: Callable[[str, str], Written] | None
+    write: Callable[[str, str | None], Written] | None
     max_prompt_tokens: int
     same: Callable[[str, str], bool] = operator.eq
     in_template: bool = True
@@ -132,11 +132,11 @@ class Sieve:
         return Kept(problem, origin, written)
 
     def _written(
-        self, problem: Problem, write: Callable[[str, str], Written], found: dict[str, Finding]
+        self, problem: Problem, write: Callable[[str, str | None], Written], found: dict[str, Finding]
     ) -> Written | None:
         """The problem in tokens; what forbids that is added to `found`."""
         try:
-            written = write(problem.text, problem.golds[0])
+            written = write(problem.text, problem.golds[0] if self._checks.self_check else problem.solution)
         except DataError as error:
             found["unwritable"] = Finding("unwritable", _end_of(str(error)))
             return None

@@ -1,6 +1,7 @@
 """How a problem is written and where its answer is then looked for: one row, so that the two cannot disagree."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from gppo_megatron.data.render import Tokenizer, answer_ids
 from gppo_megatron.errors import DataError
@@ -17,6 +18,7 @@ class Template:
     literal: the prompt where no chat template is used; holds {user} once, and {system} where there is one.
     reply: how the response begins; it is part of the prompt, in both forms.
     stops: text that ends a response to the literal form (in a chat, the tokenizer's end of turn does).
+    verifier: the kind that judges its answers; code finds a program by itself, without an extractor of math's.
     """
 
     user: str
@@ -26,6 +28,7 @@ class Template:
     literal: str = "{user}"
     reply: str = ""
     stops: tuple[str, ...] = ()
+    verifier: Literal["math", "code"] = "math"
 
     def __post_init__(self) -> None:
         if self.user.count(PROBLEM) != 1 or self.literal.count("{user}") != 1:
@@ -97,12 +100,22 @@ TEMPLATES: dict[str, Template] = {
         extractor="whole",
         answer=" {gold}",
     ),
+    "python_block": Template(
+        user=(
+            "{problem}\n\nSolve the problem with a Python program. Give the whole program in one block that begins "
+            "with ```python and ends with ```."
+        ),
+        extractor="fenced",
+        answer="```python\n{gold}\n```",
+        verifier="code",
+    ),
+    "bare_program": Template(user=PROBLEM, extractor="whole", answer="{gold}", verifier="code"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A problem in tokens: its prompt, and the shortest right response, end token included."""
+    """A problem in tokens: its prompt, and the shortest right response, end token included; empty if none is known."""
 
     prompt_ids: tuple[int, ...]
     answer_ids: tuple[int, ...]
@@ -116,14 +129,18 @@ class Writer:
     chat: bool
     tokenizer: Tokenizer
 
-    def write(self, problem: str, gold: str) -> Written:
-        """Raises DataError for text the tokenizer cannot write, and where a chat template is missing."""
+    def write(self, problem: str, gold: str | None) -> Written:
+        """Raises DataError for text the tokenizer cannot write, and where a chat template is missing.
+
+        gold: None where no answer is known; then there is no response either.
+        """
         template, tokenizer = self.template, self.tokenizer
         if self.chat:
             token_ids = tokenizer.encode_chat(template.user_turn(problem), template.system, template.reply)
         else:
             token_ids = tokenizer.encode(template.text(problem))
-        return Written(tuple(token_ids), answer_ids(template.response(gold), tokenizer))
+        response_ids = () if gold is None else answer_ids(template.response(gold), tokenizer)
+        return Written(tuple(token_ids), response_ids)
 
     def stop_ids(self) -> frozenset[int]:
         """The tokens that end a response. Raises DataError for a stop that is more than one token."""

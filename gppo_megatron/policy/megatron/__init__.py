@@ -6,6 +6,9 @@ import warnings
 for message in (
     "(Transformer Engine and )?Apex (is|are) not installed",
     "full scope is deprecated",
+    "If you are using transformer_engine as the transformer implementation, the core_attn",
     "MimoModelConfig is experimental",
 ):
     warnings.filterwarnings("ignore", message=message, category=UserWarning)
+# Torch renames collectives that Megatron-Core calls by their old names when tokens travel to experts.
+warnings.filterwarnings("ignore", message=".*torch.distributed.* is deprecated", category=FutureWarning)

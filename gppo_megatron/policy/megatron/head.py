@@ -1,20 +1,25 @@
 """Statistics of the next token's distribution, from hidden rows and a vocabulary shard of the LM head.
 
-The logits of all rows never exist at once: chunks of rows are computed, reduced and dropped, and computed again for
-the gradient. N: rows, C: rows of a chunk, H: hidden size, V: columns of this rank's shard.
+The logits never exist at once: tiles of some rows by some columns are computed, reduced and dropped, and computed again
+for the gradient. N: rows, C: rows of a tile, H: hidden size, V: columns of this rank's shard, or of a tile.
 
-Collective over the tensor-parallel group: two all-reduces forward, one backward.
+Collective over the tensor-parallel group: one all-gather forward, one all-reduce backward.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
-SCRATCH_BYTES = 64 * 2**20
-"""What the two [C, V] buffers of a chunk may take, as long as one row fits."""
+from gppo_megatron.policy.megatron.head_chunk import Columns, OutputGradients, TileShape, scratch_of, statistics_dtype
+
+CPU = torch.device("cpu")
+SCRATCH_BYTES = 32 * 2**20
+"""What the buffers of a tile may take, as long as one column fits."""
+ROWS_AT_ONCE = 1024
+"""Of a tile: many, for each chunk of rows reads and writes the whole gradient of the weight."""
 
 
 @dataclass(frozen=True)
@@ -29,18 +34,46 @@ class VocabShard:
         """How many of the shard's last columns are padding."""
         return min(columns, max(0, self.start + columns - self.vocab))
 
+    @property
+    def shards(self) -> int:
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Collective: over the shards, in place."""
+        if self.shards > 1 and values.numel():
+            dist.all_reduce(values, group=self.group)
+        return values
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """Collective: every shard's `values`, in a new first dimension P; equal on all of them."""
+        if self.shards == 1 or not values.numel():
+            return values.expand(self.shards, *values.shape)
+        gathered = values.new_empty(self.shards * values.numel())
+        dist.all_gather_into_tensor(gathered, values.reshape(-1), group=self.group)
+        return gathered.view(self.shards, *values.shape)
+
 
 class TokenStatistics(NamedTuple):
     """Of each row's distribution p over the true vocabulary; float32 (float64 where the hidden rows are).
 
     logprobs_N: log-probability (nats) of each label. logsumexp_N: of the logits over the temperature.
     entropy_N: in nats. squares_N: sum of p^2, the probability that two samples agree.
+    Without gradient: top_logits_N, the largest logit over the temperature, and top_logprobs_N, log max p. A token's
+    log-probability is (logit - top_logits) + top_logprobs, which does not round away how far from certain it is, as
+    logit - logsumexp would.
     """
 
     logprobs_N: torch.Tensor
     logsumexp_N: torch.Tensor
     entropy_N: torch.Tensor
     squares_N: torch.Tensor
+    top_logits_N: torch.Tensor
+    top_logprobs_N: torch.Tensor
+
+    @property
+    def device(self) -> torch.device:
+        """Megatron's schedules ask a model with experts for that of its output."""
+        return self.logprobs_N.device
 
 
 def token_statistics(
@@ -54,56 +87,31 @@ def token_statistics(
     """Collective: statistics of softmax(hidden @ weight.T / temperature); each can be differentiated, once.
 
     hidden_NH: equal on all ranks of the group, and so is its gradient. labels_N: int64, global token ids below
-    `shard.vocab`. rows_at_once: C; by default what fits in SCRATCH_BYTES.
+    `shard.vocab`. rows_at_once: C; the columns of a tile are what then fits in SCRATCH_BYTES.
     Products are in the dtype of the weight; all else, and the sum of the weight's gradient over chunks, in float32.
     """
-    rows = rows_at_once or rows_that_fit(len(weight_VH), hidden_NH.dtype)
-    outputs = _FusedHead.apply(hidden_NH, weight_VH, labels_N, shard, temperature, rows)  # type: ignore[no-untyped-call]
+    tile = tile_that_fits(rows_at_once or min(ROWS_AT_ONCE, len(hidden_NH)), weight_VH.dtype, weight_VH.device)
+    outputs = _FusedHead.apply(hidden_NH, weight_VH, labels_N, shard, temperature, tile)  # type: ignore[no-untyped-call]
     return TokenStatistics(*outputs)
 
 
-def rows_that_fit(columns: int, dtype: torch.dtype) -> int:
-    """How many rows of two [C, columns] buffers fit in SCRATCH_BYTES; at least one.
+def tile_that_fits(rows: int, dtype: torch.dtype, device: torch.device = CPU) -> TileShape:
+    """As many columns as fit in SCRATCH_BYTES; at least one.
 
-    >>> rows_that_fit(columns=2**15, dtype=torch.bfloat16)  # the buffers are float32: 2 x 4 x 2**15 bytes a row
-    256
+    >>> tile_that_fits(1024, torch.float32)  # two buffers in float32: 8 bytes a logit
+    TileShape(rows=1024, columns=4096)
+    >>> tile_that_fits(1024, torch.bfloat16)  # and the product as it came, in bfloat16: 10
+    TileShape(rows=1024, columns=3276)
     """
-    return max(1, SCRATCH_BYTES // (2 * _statistics_dtype(dtype).itemsize * columns))
-
-
-def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-@dataclass(frozen=True)
-class _Columns:
-    """The shard's columns that are no padding, and where the labels fall among them."""
-
-    weight_VH: torch.Tensor
-    local_N: torch.Tensor
-    mine_N: torch.Tensor
-    temperature: float
-    rows_at_once: int
-
-    def chunks(self) -> Iterator[slice]:
-        """None where every column is padding: such a rank adds nothing."""
-        if len(self.weight_VH):
-            for first in range(0, len(self.local_N), self.rows_at_once):
-                yield slice(first, first + self.rows_at_once)
-
-    def logits(self, hidden_CH: torch.Tensor) -> torch.Tensor:
-        """[C, V], over the temperature, in a new tensor."""
-        product_CV = hidden_CH @ self.weight_VH.t()
-        return product_CV.to(_statistics_dtype(product_CV.dtype)).div_(self.temperature)
+    rows = max(1, rows)
+    return TileShape(rows, max(1, SCRATCH_BYTES // (scratch_of(device, dtype).element_bytes(dtype) * rows)))
 
 
 def _columns(
-    weight_VH: torch.Tensor, labels_N: torch.Tensor, shard: VocabShard, temperature: float, rows_at_once: int
-) -> _Columns:
+    weight_VH: torch.Tensor, labels_N: torch.Tensor, shard: VocabShard, temperature: float, tile: TileShape
+) -> Columns:
     columns = len(weight_VH) - shard.padded_columns(len(weight_VH))
-    local_N = labels_N - shard.start
-    mine_N = (local_N >= 0) & (local_N < columns)
-    return _Columns(weight_VH[:columns], torch.where(mine_N, local_N, 0), mine_N, temperature, rows_at_once)
+    return Columns(weight_VH[:columns], labels_N, shard.start, temperature, tile)
 
 
 class _FusedHead(torch.autograd.Function):
@@ -115,114 +123,137 @@ class _FusedHead(torch.autograd.Function):
         labels_N: torch.Tensor,
         shard: VocabShard,
         temperature: float,
-        rows_at_once: int,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        columns = _columns(weight_VH, labels_N, shard, temperature, rows_at_once)
-        highest_N, sums_4N = _sums_of_this_shard(hidden_NH, columns)
-        top_N = _reduce(highest_N.clone(), dist.ReduceOp.MAX, shard.group)
-        # A shard without columns has sums of 0 and a highest logit of -inf: it has nothing to shift.
-        shift_N = torch.where(highest_N.isneginf(), 0.0, highest_N - top_N)
-        total_N, weighted_N, squares_N, label_N = sums_4N
-        scale_N = shift_N.exp()
-        label_N = torch.where(columns.mine_N, label_N + shift_N, 0.0)
-        weighted_N = scale_N * (weighted_N + shift_N * total_N)
-        packed_4N = torch.stack([scale_N * total_N, weighted_N, scale_N.square() * squares_N, label_N])
-        total_N, weighted_N, squares_N, label_N = _reduce(packed_4N, dist.ReduceOp.SUM, shard.group)
-
-        log_total_N = total_N.log()
-        entropy_N = log_total_N - weighted_N / total_N
-        squares_N = squares_N / total_N.square()
-        ctx.save_for_backward(hidden_NH, weight_VH, labels_N, top_N, log_total_N, entropy_N, squares_N)
-        ctx.shard, ctx.temperature, ctx.rows_at_once = shard, temperature, rows_at_once
+        tile: TileShape,
+    ) -> tuple[torch.Tensor, ...]:
+        columns = _columns(weight_VH, labels_N, shard, temperature, tile)
+        sums = _Sums(*shard.gather(_sums_of_this_shard(hidden_NH, columns)).unbind(1)).over_parts()
+        log_total_N = sums.total.log()
+        logprobs_N, top_logprobs_N = sums.label - log_total_N, -log_total_N
+        entropy_N = log_total_N - sums.weighted / sums.total
+        squares_N = sums.squares / sums.total.square()
+        ctx.save_for_backward(hidden_NH, weight_VH, labels_N, sums.highest, top_logprobs_N, entropy_N, squares_N)
+        ctx.shard, ctx.temperature, ctx.tile = shard, temperature, tile
+        ctx.main_grad_VH = getattr(weight_VH, "main_grad", None)
         ctx.set_materialize_grads(False)
-        return label_N - log_total_N, top_N + log_total_N, entropy_N, squares_N
+        ctx.mark_non_differentiable(sums.highest, top_logprobs_N)
+        return logprobs_N, sums.highest + log_total_N, entropy_N, squares_N, sums.highest, top_logprobs_N
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """The logits' gradient, chunk by chunk, straight into those of hidden rows and weight."""
-        hidden_NH, weight_VH, labels_N, top_N, log_total_N, entropy_N, squares_N = ctx.saved_tensors
-        columns = _columns(weight_VH, labels_N, ctx.shard, ctx.temperature, ctx.rows_at_once)
+        """The logits' gradient, tile by tile, straight into those of hidden rows and weight."""
+        hidden_NH, weight_VH, labels_N, top_logits_N, top_logprobs_N, entropy_N, squares_N = _saved(ctx)
+        columns = _columns(weight_VH, labels_N, ctx.shard, ctx.temperature, ctx.tile)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        given = _OutputGradients.of(gradients, entropy_N, squares_N)
         hidden_gradient_NH = torch.zeros_like(hidden_NH) if wants_hidden else None
-        weight_gradient_VH = torch.zeros_like(weight_VH, dtype=entropy_N.dtype) if wants_weight else None
-        for rows in columns.chunks():
-            # Subtracted one after the other: their sum would round away how far a near-certain token is from certain.
-            logprobs_CV = columns.logits(hidden_NH[rows]).sub_(top_N[rows, None]).sub_(log_total_N[rows, None])
-            gradient_CV = given.of_logits(logprobs_CV, rows)
-            label_gradient_C = torch.where(columns.mine_N[rows], given.label_N[rows], 0.0)
-            gradient_CV.scatter_add_(1, columns.local_N[rows, None], label_gradient_C[:, None])
-            gradient_CV.div_(ctx.temperature)
-            if hidden_gradient_NH is not None:
-                hidden_gradient_NH[rows] = gradient_CV.to(weight_VH.dtype) @ columns.weight_VH
-            if weight_gradient_VH is not None:
-                hidden_CH = hidden_NH[rows].to(gradient_CV.dtype)
-                weight_gradient_VH[: len(columns.weight_VH)].addmm_(gradient_CV.t(), hidden_CH)
-            del logprobs_CV, gradient_CV  # one memory; gone before that of the next chunk is taken
+        weight_gradient = _WeightGradient(weight_VH, ctx.main_grad_VH, entropy_N.dtype) if wants_weight else None
+        scratch = scratch_of(weight_VH.device, weight_VH.dtype)(columns)
+        saved = top_logits_N, top_logprobs_N, entropy_N, squares_N
+        for rows in columns.row_chunks():
+            given = OutputGradients.of(gradients, saved, rows)
+            hidden_gradient = _HiddenGradient(hidden_NH[rows], entropy_N.dtype) if wants_hidden else None
+            for some, tile in columns.column_chunks():
+                gradient_CV = scratch.gradient(hidden_NH[rows], tile, rows, given)
+                if weight_gradient is not None:
+                    weight_gradient.add(some, gradient_CV, hidden_NH[rows])
+                if hidden_gradient is not None:
+                    hidden_gradient.add(scratch.as_weight(gradient_CV), tile.weight_VH)
+            if hidden_gradient is not None and hidden_gradient_NH is not None:
+                hidden_gradient_NH[rows] = hidden_gradient.sum_CH
         if hidden_gradient_NH is not None:
-            _reduce(hidden_gradient_NH, dist.ReduceOp.SUM, ctx.shard.group)
-        if weight_gradient_VH is not None:
-            weight_gradient_VH = weight_gradient_VH.to(weight_VH.dtype)
+            ctx.shard.sum(hidden_gradient_NH)
+        weight_gradient_VH = None if weight_gradient is None else weight_gradient.for_autograd()
         return hidden_gradient_NH, weight_gradient_VH, None, None, None, None
 
 
-def _sums_of_this_shard(hidden_NH: torch.Tensor, columns: _Columns) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's highest logit z* here, and the sums of e, of e (z - z*) and of e^2 with e = exp(z - z*), and the
-    label's z - z* (any number where the label is elsewhere): [N] and [4, N]."""
-    dtype = _statistics_dtype(hidden_NH.dtype)
-    highest_N = hidden_NH.new_full((len(hidden_NH),), -torch.inf, dtype=dtype)
-    sums_4N = hidden_NH.new_zeros((4, len(hidden_NH)), dtype=dtype)
-    for rows in columns.chunks():
-        logits_CV = columns.logits(hidden_NH[rows])
-        highest_N[rows] = logits_CV.amax(1)
-        logits_CV -= highest_N[rows, None]
-        sums_4N[3, rows] = logits_CV.gather(1, columns.local_N[rows, None]).squeeze(1)
-        weights_CV = logits_CV.exp()
-        sums_4N[0, rows] = weights_CV.sum(1)
-        sums_4N[1, rows] = logits_CV.mul_(weights_CV).sum(1)
-        sums_4N[2, rows] = weights_CV.square_().sum(1)
-        del logits_CV, weights_CV  # gone before those of the next chunk are made
-    return highest_N, sums_4N
+class _HiddenGradient:
+    """Adds up the gradient of a chunk of hidden rows over tiles."""
+
+    def __init__(self, hidden_CH: torch.Tensor, dtype: torch.dtype) -> None:
+        self.sum_CH = torch.zeros_like(hidden_CH, dtype=dtype)
+
+    def add(self, gradient_CV: torch.Tensor, weight_VH: torch.Tensor) -> None:
+        if gradient_CV.dtype == self.sum_CH.dtype:
+            self.sum_CH.addmm_(gradient_CV, weight_VH)
+        else:
+            self.sum_CH += torch.mm(gradient_CV, weight_VH)
 
 
-@dataclass(frozen=True)
-class _OutputGradients:
-    """Of the loss with respect to the statistics; `constant_N` is all that is one number a row.
+class _WeightGradient:
+    """Adds up the weight's gradient over tiles: in `main_grad` where Megatron's DDP keeps one of the summing dtype."""
 
-    With p a row's probabilities: d logprob = 1[label] - p, d logsumexp = p, d entropy = -p (log p + entropy),
-    d squares = 2 p (p - squares).
-    """
+    def __init__(self, weight_VH: torch.Tensor, main_grad_VH: torch.Tensor | None, dtype: torch.dtype) -> None:
+        self._weight_VH = weight_VH
+        self._in_place = main_grad_VH is not None and main_grad_VH.dtype == dtype
+        self._sum_VH = main_grad_VH if self._in_place else torch.zeros_like(weight_VH, dtype=dtype)
 
-    label_N: torch.Tensor
-    constant_N: torch.Tensor
-    entropy_N: torch.Tensor | None
-    squares_N: torch.Tensor | None
+    def add(self, columns: slice, gradient_CV: torch.Tensor, hidden_CH: torch.Tensor) -> None:
+        """gradient_CV: of the logits of these columns."""
+        assert self._sum_VH is not None
+        sum_VH = self._sum_VH[columns]
+        if gradient_CV.is_cuda and gradient_CV.dtype != sum_VH.dtype:
+            # A 16-bit product summed in float32: unverified on hardware.
+            torch.addmm(sum_VH, gradient_CV.t(), hidden_CH, out_dtype=sum_VH.dtype, out=sum_VH)
+        else:
+            sum_VH.addmm_(gradient_CV.t().to(sum_VH.dtype), hidden_CH.to(sum_VH.dtype))
 
-    @classmethod
-    def of(
-        cls, gradients: tuple[torch.Tensor | None, ...], entropy_N: torch.Tensor, squares_N: torch.Tensor
-    ) -> "_OutputGradients":
-        """gradients: in the order of TokenStatistics; None for a statistic the loss does not use."""
-        zeros_N = torch.zeros_like(entropy_N)
-        label_N, logsumexp_N, of_entropy_N, of_squares_N = (
-            zeros_N if gradient_N is None else gradient_N for gradient_N in gradients
+    def for_autograd(self) -> torch.Tensor:
+        """What is still to be added by whoever adds up gradients: nothing, where `main_grad` has it already.
+
+        Nothing is a sparse zero of no size. None would not do: DDP's hook waits for a gradient before it starts to
+        reduce a bucket. DDP adds what it gets to `main_grad`, so a tied embedding's own gradient may join it.
+        """
+        assert self._sum_VH is not None
+        if not self._in_place:
+            return self._sum_VH.to(self._weight_VH.dtype)
+        nowhere = self._weight_VH.new_empty((2, 0), dtype=torch.int64)
+        nothing = self._weight_VH.new_empty(0)
+        return torch.sparse_coo_tensor(nowhere, nothing, self._weight_VH.shape, check_invariants=False)
+
+
+def _saved(ctx: Any) -> tuple[torch.Tensor, ...]:
+    """The saved tensors. Raises RuntimeError where an earlier backward has freed them."""
+    try:
+        return ctx.saved_tensors  # type: ignore[no-any-return]
+    except RuntimeError as error:
+        raise RuntimeError(
+            "backward through the head a second time: its buffers are freed by the first one; add up all that is to be "
+            "differentiated and call backward once, or call token_statistics again"
+        ) from error
+
+
+class _Sums(NamedTuple):
+    """Of each row, with e = exp(z - highest): the highest logit z; the sums of e, of e (z - highest), of e^2; and the
+    label's z - highest, -inf where the label is elsewhere. [N], or [P, N] with one entry a part of the columns."""
+
+    highest: torch.Tensor
+    total: torch.Tensor
+    weighted: torch.Tensor
+    squares: torch.Tensor
+    label: torch.Tensor
+
+    def over_parts(self) -> "_Sums":
+        """[P, N] -> [N]: each part's sums moved from its own highest logit to the common one, and added up."""
+        highest_N = self.highest.amax(0)
+        # A shard without columns has sums of 0 and a highest logit of -inf: it has nothing to shift.
+        shift_PN = torch.where(self.highest.isneginf(), 0.0, self.highest - highest_N)
+        scale_PN = shift_PN.exp()
+        return _Sums(
+            highest_N,
+            (scale_PN * self.total).sum(0),
+            (scale_PN * (self.weighted + shift_PN * self.total)).sum(0),
+            (scale_PN.square() * self.squares).sum(0),
+            (self.label + shift_PN).amax(0),
         )
-        constant_N = logsumexp_N - label_N - of_entropy_N * entropy_N - 2 * of_squares_N * squares_N
-        return cls(label_N, constant_N, gradients[2], gradients[3])
-
-    def of_logits(self, logprobs_CV: torch.Tensor, rows: slice) -> torch.Tensor:
-        """Gradient of the scaled logits without the label's own 1; overwrites `logprobs_CV`."""
-        constant_C = self.constant_N[rows, None]
-        if self.entropy_N is None and self.squares_N is None:
-            return logprobs_CV.exp_().mul_(constant_C)
-        probs_CV = logprobs_CV.exp()
-        slope_CV = logprobs_CV.mul_(0.0 if self.entropy_N is None else -self.entropy_N[rows, None])
-        if self.squares_N is not None:
-            slope_CV.addcmul_(probs_CV, 2 * self.squares_N[rows, None])
-        return slope_CV.add_(constant_C).mul_(probs_CV)
 
 
-def _reduce(values: torch.Tensor, operation: Any, group: dist.ProcessGroup | None) -> torch.Tensor:
-    if group is not None and dist.get_world_size(group) > 1:
-        dist.all_reduce(values, op=operation, group=group)
-    return values
+def _sums_of_this_shard(hidden_NH: torch.Tensor, columns: Columns) -> torch.Tensor:
+    """[5, N], in the order of `_Sums`."""
+    dtype = statistics_dtype(hidden_NH.dtype)
+    sums_5N = hidden_NH.new_zeros((5, len(hidden_NH)), dtype=dtype)
+    sums_5N[[0, 4]] = -torch.inf
+    scratch = scratch_of(columns.weight_VH.device, columns.weight_VH.dtype)(columns)
+    for rows in columns.row_chunks():
+        of_tiles_P5C = [scratch.sums(hidden_NH[rows], tile, rows) for _, tile in columns.column_chunks()]
+        sums_5N[:, rows] = torch.stack(_Sums(*torch.stack(of_tiles_P5C).unbind(1)).over_parts())
+    return sums_5N

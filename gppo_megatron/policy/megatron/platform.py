@@ -11,9 +11,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import megatron.core.tensor_parallel.mappings as mappings
 import megatron.core.tensor_parallel.random as megatron_random
 import megatron.core.transformer.moe.moe_utils as moe_utils
+import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 import torch
+import torch.distributed as dist
 
 from gppo_megatron.errors import ConfigError
 
@@ -73,6 +76,7 @@ def adapt(device: torch.device) -> None:
     _answer_device_questions()
     _replace_streams()
     _replace_tensor_methods()
+    _deal_tokens_out()
 
 
 def _answer_device_questions() -> None:
@@ -121,3 +125,46 @@ def _replace_tensor_methods() -> None:
 
     torch.Tensor.type = type_name  # type: ignore[method-assign,assignment]
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+
+
+def _deal_tokens_out() -> None:
+    """Experts: counts of tokens as Megatron's exchange wants them, and exchanges of unequal parts, which gloo lacks."""
+    token_dispatcher.maybe_move_tensor_to_cpu = _counts
+    mappings._gather_along_first_dim = _by_size(mappings._gather_along_first_dim, _gather_unequal)
+    mappings._reduce_scatter_along_first_dim = _by_size(mappings._reduce_scatter_along_first_dim, _scatter_unequal)
+
+
+def _counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Of a tensor that is on the CPU already, Megatron would forget the numpy form."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _by_size(equal: Callable[..., torch.Tensor], unequal: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Megatron's own function but for parts whose sizes are given."""
+
+    def exchange(
+        tensor: torch.Tensor, group: Any, sizes: list[int] | None = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if sizes is None or group.size() == 1:
+            return equal(tensor, group, sizes, use_global_buffer)
+        return unequal(tensor, group, [int(size) for size in sizes])
+
+    return exchange
+
+
+def _gather_unequal(tensor: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tensor:
+    """Every rank's rows, one rank after the other."""
+    parts = [tensor.new_empty(size, *tensor.shape[1:]) for size in sizes]
+    parts[group.rank()] = tensor.contiguous()
+    for rank, part in enumerate(parts):
+        dist.broadcast(part, dist.get_global_rank(group, rank), group=group)
+    return torch.cat(parts)
+
+
+def _scatter_unequal(tensor: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tensor:
+    """The sum over ranks of this rank's rows."""
+    parts = [part.clone() for part in torch.split(tensor, sizes)]
+    for rank, part in enumerate(parts):
+        dist.reduce(part, dist.get_global_rank(group, rank), group=group)
+    mine: torch.Tensor = parts[group.rank()]
+    return mine

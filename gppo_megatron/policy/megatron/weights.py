@@ -1,19 +1,16 @@
-"""The policy's parameters in and out, always through the mapping table."""
+"""The policy's parameters in, through the mapping table."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
 from gppo_megatron.config.architecture import Architecture
 from gppo_megatron.errors import CheckpointError
-from gppo_megatron.policy.api import NamedTensor
 from gppo_megatron.policy.megatron.hf_folder import HfReader
 from gppo_megatron.policy.megatron.mapping.table import EMBEDDING, HEAD, Rule, rules
-from gppo_megatron.policy.megatron.model import named_parameters
+from gppo_megatron.policy.megatron.model import named_buffers, named_parameters
 
 
 def load(model: list[DistributedDataParallel], architecture: Architecture, source: HfReader) -> None:
@@ -23,11 +20,11 @@ def load(model: list[DistributedDataParallel], architecture: Architecture, sourc
     """
     table = rules(architecture)
     _check_names(source, table, architecture)
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    rank = parallel_state.get_tensor_model_parallel_rank()
+    _check_parameters(model, table, architecture)
     wrong: list[str] = []
     for name, parameter in named_parameters(model):
         rule = _rule_of(name, table, architecture)
+        size, rank = _place(rule)
         tensors = [source.read(hf_name) for hf_name in rule.hf]
         problems = _tensor_problems(rule, tensors, parameter.shape, size)
         wrong += problems
@@ -39,6 +36,32 @@ def load(model: list[DistributedDataParallel], architecture: Architecture, sourc
     damaged = [name for name, parameter in named_parameters(model) if not parameter.isfinite().all()]
     if damaged:
         raise CheckpointError(f"{source.folder}: NaN or infinity in {', '.join(damaged)}; the weights are damaged")
+
+
+class Place(NamedTuple):
+    """This rank among those that a parameter is cut over."""
+
+    size: int
+    rank: int
+
+
+def _place(rule: Rule) -> Place:
+    if rule.expert is None:
+        return Place(
+            parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+        )
+    return Place(
+        parallel_state.get_expert_tensor_parallel_world_size(), parallel_state.get_expert_tensor_parallel_rank()
+    )
+
+
+def _check_parameters(model: list[DistributedDataParallel], table: dict[str, Rule], architecture: Architecture) -> None:
+    """A buffer that would be saved holds learned numbers as a parameter does: both need a rule."""
+    names = [name for name, _ in named_parameters(model)]
+    names += [name for name, tensor in named_buffers(model) if tensor.is_floating_point()]
+    unknown = sorted(name for name in names if name not in table and not (architecture.tied and name == HEAD))
+    if unknown:
+        raise CheckpointError(f"the mapping table has no rule for {', '.join(_shortened(unknown))}")
 
 
 def _check_names(source: HfReader, table: dict[str, Rule], architecture: Architecture) -> None:
@@ -79,56 +102,3 @@ def _shortened(items: list[str], shown: int = 5) -> list[str]:
 def _rule_of(name: str, table: dict[str, Rule], architecture: Architecture) -> Rule:
     """A tied model's last pipeline stage keeps its own copy of the embedding as its head."""
     return table[EMBEDDING if architecture.tied and name == HEAD else name]
-
-
-@dataclass(frozen=True)
-class PlannedTensor:
-    """Where one Megatron parameter lives: its owning pipeline stage and the shape of a rank's part."""
-
-    rule: Rule
-    stage: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class WeightExporter:
-    """Walks the whole model in the table's order. The plan is made once, so collectives can't get out of order."""
-
-    def __init__(self, model: list[DistributedDataParallel], architecture: Architecture) -> None:
-        """Collective."""
-        self._parameters = {named.name: named.parameter for named in named_parameters(model)}
-        self._stages = parallel_state.get_pipeline_model_parallel_group()
-        self._shards = parallel_state.get_tensor_model_parallel_group()
-        here = {name: (tuple(p.shape), p.dtype) for name, p in self._parameters.items()}
-        held_by: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [{}] * self._stages.size()
-        dist.all_gather_object(held_by, here, group=self._stages)
-        self._plan = []
-        for name, rule in rules(architecture).items():
-            stage = next(stage for stage, held in enumerate(held_by) if name in held)
-            self._plan.append(PlannedTensor(rule, stage, *held_by[stage][name]))
-
-    def __call__(
-        self, read: Callable[[torch.nn.Parameter], torch.Tensor] = torch.Tensor.detach
-    ) -> Iterator[NamedTensor]:
-        """Collective: every Hugging Face tensor in full, on every rank; consume it to the end.
-
-        read: what to export of each parameter: its value, or anything of its shape, such as its gradient.
-        """
-        for planned in self._plan:
-            part = self._on_every_stage(planned, read)
-            parts = [torch.empty_like(part) for _ in range(self._shards.size())]
-            dist.all_gather(parts, part, group=self._shards)
-            for name, tensor in zip(planned.rule.hf, planned.rule.layout.merge(parts), strict=True):
-                yield NamedTensor(name, tensor)
-
-    def _on_every_stage(
-        self, planned: PlannedTensor, read: Callable[[torch.nn.Parameter], torch.Tensor]
-    ) -> torch.Tensor:
-        """This tensor-parallel rank's part of the parameter, broadcast from the stage that owns it."""
-        if self._stages.rank() == planned.stage:
-            part = read(self._parameters[planned.rule.megatron]).contiguous()
-        else:
-            part = torch.empty(planned.shape, dtype=planned.dtype, device=torch.cuda.current_device())
-        if self._stages.size() > 1:
-            dist.broadcast(part, dist.get_global_rank(self._stages, planned.stage), group=self._stages)
-        return part

@@ -43,6 +43,7 @@ NO_FORMULA = re.compile(r"\\text|\\ldots|[:'\"#@?]")
 DEGREES = re.compile(r"(\d+(?:\.\d+)?)\^\\circ")
 BASE = re.compile(r"\d_")
 CONSTANTS = {"i": sympy.I, "e": sympy.E}
+NO_NUMBERS = (sympy.oo, -sympy.oo, sympy.zoo, sympy.nan)
 
 READING = LatexExtractionConfig(
     boxed_match_priority=0,
@@ -125,6 +126,8 @@ def same_expression(gold: Any, answer: Any, tolerance: float | None = None) -> b
         names = {symbol.name for symbol in gold.free_symbols | answer.free_symbols}
         if near is False or (near and names <= CONSTANTS.keys()):
             return near
+        if near is None and (infinite := _same_infinite(gold, answer)) is not None:
+            return infinite
     return bool(
         verify(
             gold,
@@ -149,6 +152,17 @@ def _near(gold: sympy.Expr, answer: sympy.Expr, bound: float) -> bool | None:
     if left is None or right is None:
         return None
     return bool(abs(left - right) <= bound * abs(left))
+
+
+def _same_infinite(gold: sympy.Expr, answer: sympy.Expr) -> bool | None:
+    """Whether two expressions, one of which is infinite or undefined, are the same; None where neither is.
+
+    math-verify takes a difference that is infinite for none.
+    """
+    left, right = gold.doit(), answer.doit()
+    if not (left.has(*NO_NUMBERS) or right.has(*NO_NUMBERS)):
+        return None
+    return bool(left == right) and left is not sympy.nan
 
 
 def _value(expression: sympy.Expr, point: dict[sympy.Symbol, sympy.Expr]) -> Any:

@@ -61,7 +61,11 @@ class GateUp:
 
 @dataclass(frozen=True)
 class GroupedQkv:
-    """q, k and v rows interleaved a key-value head at a time: [its query heads; k; v], then cut by groups."""
+    """q, k and v rows interleaved a key-value head at a time: [its query heads; k; v], then cut in equal parts.
+
+    With more ranks than key-value heads a part holds some of one head's rows: Megatron gathers the products before it
+    picks a rank's own.
+    """
 
     kv_heads: int
     head_dim: int
@@ -69,7 +73,7 @@ class GroupedQkv:
     def shard(self, tensors: Tensors, size: int, rank: int) -> torch.Tensor:
         rest = tensors[0].shape[1:]
         grouped = torch.cat([t.reshape(self.kv_heads, -1, *rest) for t in tensors], dim=1)
-        return grouped.chunk(size)[rank].reshape(-1, *rest)
+        return grouped.reshape(-1, *rest).chunk(size)[rank]
 
     def merge(self, parts: Tensors) -> tuple[torch.Tensor, ...]:
         rest = parts[0].shape[1:]

@@ -1,8 +1,9 @@
 """One declarative table for every supported family: start-up, export and live weight sync all read it.
 
-Names on the Megatron side are global: layer numbers count over all pipeline stages.
+Names on the Megatron side are global: layers count over all pipeline stages, experts over all expert-parallel ranks.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,14 +18,25 @@ FUSED_NORMS = {
 }
 """Transformer Engine keeps a layer's norms inside the linear that follows them."""
 
+EXPERT_FORMS = (
+    re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<linear>linear_fc[12])\.weight"),
+    re.compile(r"mlp\.experts\.(?P<linear>linear_fc[12])\.weight(?P<expert>\d+)"),
+)
+"""One module an expert; Transformer Engine keeps all of a rank's experts in one module, numbered by parameter."""
+
 
 @dataclass(frozen=True)
 class Rule:
-    """Megatron parameter `megatron` is made of the Hugging Face tensors `hf`, in this order, as `layout` says."""
+    """Megatron parameter `megatron` is made of the Hugging Face tensors `hf`, in this order, as `layout` says.
+
+    expert: its number, where it belongs to one: then the cut is over expert-tensor-parallel ranks, and only one
+    expert-parallel rank holds it. None: the cut is over tensor-parallel ranks.
+    """
 
     megatron: str
     hf: tuple[str, ...]
     layout: Layout
+    expert: int | None = None
 
 
 def rules(architecture: Architecture) -> dict[str, Rule]:
@@ -35,14 +47,15 @@ def rules(architecture: Architecture) -> dict[str, Rule]:
 def _rules(a: Architecture) -> Iterator[Rule]:
     yield Rule(EMBEDDING, ("model.embed_tokens.weight",), VocabRows(a.vocab))
     for layer in range(a.layers):
-        yield from _layer_rules(a, f"decoder.layers.{layer}", f"model.layers.{layer}")
+        yield from _layer_rules(a, f"decoder.layers.{layer}", f"model.layers.{layer}", a.experts_in(layer))
     yield Rule("decoder.final_layernorm.weight", ("model.norm.weight",), Replicated())
     if not a.tied:
         yield Rule(HEAD, ("lm_head.weight",), VocabRows(a.vocab))
 
 
-def _layer_rules(a: Architecture, ours: str, theirs: str) -> Iterator[Rule]:
-    attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
+def _layer_rules(a: Architecture, ours: str, theirs: str, experts: int) -> Iterator[Rule]:
+    """experts: of this layer; 0 for a plain MLP."""
+    attention = f"{theirs}.self_attn"
     qkv = GroupedQkv(a.kv_heads, a.head_dim)
     yield Rule(f"{ours}.input_layernorm.weight", (f"{theirs}.input_layernorm.weight",), Replicated())
     for kind in ("weight", "bias") if a.qkv_bias else ("weight",):
@@ -54,15 +67,29 @@ def _layer_rules(a: Architecture, ours: str, theirs: str) -> Iterator[Rule]:
             yield Rule(name, (f"{attention}.{part}_norm.weight",), Replicated())
     yield Rule(f"{ours}.self_attention.linear_proj.weight", (f"{attention}.o_proj.weight",), Cut(1))
     yield Rule(f"{ours}.pre_mlp_layernorm.weight", (f"{theirs}.post_attention_layernorm.weight",), Replicated())
-    yield Rule(f"{ours}.mlp.linear_fc1.weight", (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"), GateUp())
-    yield Rule(f"{ours}.mlp.linear_fc2.weight", (f"{mlp}.down_proj.weight",), Cut(1))
+    if not experts:
+        yield from _mlp_rules(f"{ours}.mlp", f"{theirs}.mlp", None)
+        return
+    yield Rule(f"{ours}.mlp.router.weight", (f"{theirs}.mlp.gate.weight",), Replicated())
+    for expert in range(experts):
+        yield from _mlp_rules(f"{ours}.mlp.experts.{expert}", f"{theirs}.mlp.experts.{expert}", expert)
 
 
-def global_name(local_name: str, first_layer: int) -> str:
-    """The table's name of a parameter of one pipeline stage whose first layer is number `first_layer` (from 0).
+def _mlp_rules(ours: str, theirs: str, expert: int | None) -> Iterator[Rule]:
+    gate_up = (f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight")
+    yield Rule(f"{ours}.linear_fc1.weight", gate_up, GateUp(), expert)
+    yield Rule(f"{ours}.linear_fc2.weight", (f"{theirs}.down_proj.weight",), Cut(1), expert)
+
+
+def global_name(local_name: str, first_layer: int, first_expert: int = 0) -> str:
+    """The table's name of a parameter of one rank's part of the model.
+
+    first_layer: number of the part's first layer, from 0. first_expert: number of the rank's first expert.
 
     >>> global_name("module.decoder.layers.1.mlp.linear_fc1.layer_norm_weight", 2)
     'decoder.layers.3.pre_mlp_layernorm.weight'
+    >>> global_name("decoder.layers.0.mlp.experts.linear_fc2.weight1", 0, 4)
+    'decoder.layers.0.mlp.experts.5.linear_fc2.weight'
     """
     name = local_name
     while name.startswith("module."):
@@ -70,4 +97,9 @@ def global_name(local_name: str, first_layer: int) -> str:
     if not name.startswith("decoder.layers."):
         return name
     _, _, number, rest = name.split(".", 3)
-    return f"decoder.layers.{int(number) + first_layer}.{FUSED_NORMS.get(rest, rest)}"
+    rest = FUSED_NORMS.get(rest, rest)
+    for form in EXPERT_FORMS:
+        if (match := form.fullmatch(rest)) is not None:
+            rest = f"mlp.experts.{int(match['expert']) + first_expert}.{match['linear']}.weight"
+            break
+    return f"decoder.layers.{int(number) + first_layer}.{rest}"

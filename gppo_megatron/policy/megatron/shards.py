@@ -1,0 +1,205 @@
+"""The policy in Megatron-Core's distributed format: each process writes its shards, any layout reads them.
+
+A checkpoint holds weights and optimizer state by global name and place, so that tensor, pipeline and data parallelism
+may differ between writing and reading.
+"""
+
+import ctypes
+import functools
+import os
+import pickle
+import queue
+import signal
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed.checkpoint.api import CheckpointException
+
+from gppo_megatron.checkpoint.metadata import check
+from gppo_megatron.errors import CheckpointError
+
+RESHARDABLE = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+"""How Megatron-Core lays out an optimizer's state so that every other layout can read it."""
+
+PR_SET_PDEATHSIG = 1
+
+ShardedState = dict[str, Any]
+"""Nested dicts whose leaves are Megatron's descriptions of shards, or plain values that are equal on every process."""
+
+
+class WriteResults:
+    """Carries what a forked writer wrote back to the process that forked it, through a file without a name.
+
+    Stands for the queue that Megatron-Core would start a further process for: one that imports everything anew, and
+    that stays behind where a run is killed.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor, path = tempfile.mkstemp()
+        os.unlink(path)
+
+    def put(self, value: object) -> None:
+        content = pickle.dumps(value)
+        os.ftruncate(self._descriptor, 0)
+        written = 0
+        while written < len(content):
+            written += os.pwrite(self._descriptor, content[written:], written)
+
+    def get_nowait(self) -> Any:
+        """The last value put; raises queue.Empty where there is none."""
+        size = os.fstat(self._descriptor).st_size
+        if not size:
+            raise queue.Empty
+        value = pickle.loads(os.pread(self._descriptor, size, 0))
+        os.ftruncate(self._descriptor, 0)
+        return value
+
+
+def weights_state(chunks: list[DistributedDataParallel]) -> ShardedState:
+    """This process's part of the weights, without the states that a module says it does not have."""
+    parts = {f"model{place}": _with_data(chunk.module) for place, chunk in enumerate(chunks)}
+    return {"model": parts.pop("model0"), **parts}
+
+
+def _with_data(module: torch.nn.Module) -> ShardedState:
+    state: ShardedState = module.sharded_state_dict(metadata=RESHARDABLE)  # type: ignore[operator]
+    return {name: part for name, part in state.items() if not _is_empty(part)}
+
+
+def _is_empty(part: object) -> bool:
+    """Without Transformer Engine the `_extra_state` of every layer is None."""
+    return isinstance(part, ShardedObject) and part.data is None
+
+
+def optimizer_state(optimizer: Any, weights: ShardedState, loading: bool) -> ShardedState:
+    """The optimizer's part that belongs to `weights`. loading: make room for what will be read."""
+    if loading:
+        _let_steps_load()
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+            # A distributed optimizer that has not stepped has no state to describe.
+            make_room = getattr(part, "_init_optimizer_states_with_dummy_values", None)
+            if make_room is not None:
+                make_room()
+    state: ShardedState = optimizer.sharded_state_dict(weights, is_loading=loading, metadata=RESHARDABLE)
+    return state
+
+
+@functools.cache
+def _let_steps_load() -> None:
+    """Without Transformer Engine or Apex, Adam is torch's, which keeps a step for each parameter.
+
+    A distributed optimizer of Megatron-Core 0.16 that loads does not expect it, and leaves all parameters one tensor
+    for it, which each of them would count up.
+    """
+    original = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def set_states(self: Any, parameter: torch.nn.Parameter, tensors: Mapping[str, torch.Tensor]) -> None:
+        group, place = self.model_param_group_index_map[parameter]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
+        if isinstance(state.get("step"), torch.Tensor) and "step" not in tensors:
+            state["step"] = state["step"].clone()
+            tensors = {**tensors, "step": state["step"]}
+        original(self, parameter, tensors)
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states
+
+
+def load_weights(chunks: list[DistributedDataParallel], read: Mapping[str, Any]) -> None:
+    """Put what `read_shards` gave for `weights_state` into the model. Raises CheckpointError for NaN or infinity."""
+    for place, chunk in enumerate(chunks):
+        part = dict(read["model" if place == 0 else f"model{place}"])
+        named = chunk.module.state_dict()
+        part |= {name: None for name, value in named.items() if value is None}
+        chunk.module.load_state_dict(part, strict=True)
+        damaged = [name for name, value in chunk.module.named_parameters() if not value.isfinite().all()]
+        if damaged:
+            raise CheckpointError(
+                f"NaN or infinity in the checkpoint's {', '.join(damaged[:5])}; the weights are damaged"
+            )
+
+
+def write_shards(folder: Path, state: ShardedState, asynchronous: bool) -> AsyncCallsQueue | None:
+    """Collective: write every process's shards into `folder`, which exists.
+
+    asynchronous: forked processes write, while this one goes on; the returned queue's `maybe_finalize_async_calls`
+    completes the folder. What is written is the state as it was at this call.
+    """
+    if not isinstance(filesystem_async._results_queue, WriteResults):
+        filesystem_async._results_queue = WriteResults()
+    if not asynchronous:
+        try:
+            dist_checkpointing.save(state, str(folder), content_metadata=dict(RESHARDABLE))
+        except (CheckpointException, CheckpointingException) as error:
+            raise CheckpointError(f"{folder} cannot be written: {_reason(error)}") from error
+        return None
+    request = dist_checkpointing.save(state, str(folder), content_metadata=dict(RESHARDABLE), async_sharded_save=True)
+    calls = AsyncCallsQueue(persistent=False)
+    write = functools.partial(_dying_with, os.getpid(), request.async_fn)
+    calls.schedule_async_request(request._replace(async_fn=write if request.async_fn else None))
+    return calls
+
+
+def _dying_with(trainer: int, write: Callable[..., None], *arguments: Any, **options: Any) -> None:
+    """In a forked writer: write, but not for a trainer that is gone; on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == trainer:
+        write(*arguments, **options)
+
+
+def complete(calls: AsyncCallsQueue, wait: bool) -> bool:
+    """Collective: whether all that `write_shards` began is on the disk; then the folder is complete.
+
+    Raises CheckpointError where a process could not write.
+    """
+    try:
+        done = bool(calls.maybe_finalize_async_calls(blocking=wait))
+    except (CheckpointException, CheckpointingException) as error:
+        raise CheckpointError(f"a checkpoint cannot be written: {_reason(error)}") from error
+    if done:
+        calls.close()
+    return done
+
+
+def _reason(error: BaseException) -> str:
+    """Torch's own text is a traceback; the reasons lie inside, one a rank."""
+    failures = error.failures.items() if isinstance(error, CheckpointException) else ()
+    return "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in failures) or str(error)
+
+
+def read_shards(folder: Path, state: ShardedState, every: bool) -> ShardedState:
+    """Collective: what `state` describes, read from `folder`. every: refuse a folder that holds more than that.
+
+    Raises CheckpointError where anything is missing, of another shape, or not safe to read.
+    """
+    check(folder)
+    strict = StrictHandling.RAISE_ALL if every else StrictHandling.RETURN_ALL
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # Megatron-Core uses what torch means to drop
+            read = dist_checkpointing.load(state, str(folder), strict=strict)
+    except (CheckpointingException, CheckpointException, KeyError, ValueError) as error:
+        raise CheckpointError(f"{folder} does not fit this run: {_reason(error)}") from error
+    if every:
+        return read  # type: ignore[no-any-return]
+    found, _, absent = read
+    if absent:
+        raise CheckpointError(f"{folder} lacks {', '.join(sorted(absent)[:5])}; it is of another model")
+    return found  # type: ignore[no-any-return]

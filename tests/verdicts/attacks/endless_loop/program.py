@@ -1,0 +1,3 @@
+print("ran", flush=True)
+while True:
+    pass

@@ -1,0 +1,8 @@
+import os
+
+print("ran", flush=True)
+while True:
+    try:
+        os.fork()
+    except OSError:
+        pass

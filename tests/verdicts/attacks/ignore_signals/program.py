@@ -1,0 +1,10 @@
+import signal
+
+print("ran", flush=True)
+for number in range(1, 65):
+    try:
+        signal.signal(number, signal.SIG_IGN)
+    except (OSError, ValueError):
+        pass
+while True:
+    pass

@@ -1,0 +1,5 @@
+import os
+
+print("ran", flush=True)
+while True:
+    os.write(1, b"x" * 65536)

@@ -1,0 +1,2 @@
+print("ran", flush=True)
+print("done")

@@ -1,0 +1,10 @@
+import os
+
+for _ in range(200):
+    child = os.fork()
+    if child == 0:
+        if os.fork() == 0:
+            os._exit(0)
+        os._exit(0)
+    os.waitpid(child, 0)
+print("done")

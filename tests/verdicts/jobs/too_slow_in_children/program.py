@@ -1,0 +1,9 @@
+import os
+
+while True:
+    child = os.fork()
+    if child == 0:
+        for _ in range(2_000_000):
+            pass
+        os._exit(0)
+    os.waitpid(child, 0)

@@ -1,0 +1,1 @@
+"""Runs hostile programs and reports what happened; knows nothing of right or wrong answers."""
