@@ -48,6 +48,8 @@ def _hugging_face(folder: Path, keys: bool) -> tuple[list[str], bool]:
     except CheckpointError as error:
         return [*lines, f"complete: no; {error}", *_architecture(folder)], False
     whole, said = _published(folder)
+    if (problem := _config_problem(folder / "config.json")) is not None:
+        whole, said = False, problem
     lines += [f"complete: {'no; ' if not whole else ''}{said}", *_architecture(folder)]
     files = {tensor.file for tensor in tensors.values()}
     size = sum(tensor.bytes for tensor in tensors.values())
@@ -97,6 +99,16 @@ def _published(folder: Path) -> tuple[bool, str]:
     except CheckpointError as error:
         return False, str(error)
     return True, f"yes; all {len(records)} files of its manifest have their sizes (gppo convert verify reads them)"
+
+
+def _config_problem(file: Path) -> str | None:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return "there is no config.json"
+    except (ValueError, OSError) as error:
+        return f"{file} cannot be read ({error})"
+    return None if isinstance(config, dict) and config else f"{file} holds no keys"
 
 
 def _architecture(folder: Path) -> list[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from gppo_verifiers.service.arguments import above_zero
 
 from gppo_megatron.config.architecture import read_architecture
 from gppo_megatron.config.schema import Parallel
@@ -91,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=64, help="random tokens to run (default %(default)s)")
     parser.add_argument(
         "--tolerance",
-        type=float,
+        type=above_zero,
         default=TOLERANCE,
         help="largest relative difference that is OK (default %(default)s)",
     )

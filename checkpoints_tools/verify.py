@@ -107,6 +107,8 @@ def _compare_logits(
 ) -> bool:
     generator = torch.Generator().manual_seed(SEED)
     length = min(tokens, architecture.max_positions)
+    if length < tokens:
+        say(f"--tokens {tokens}: the model has {length} positions, so {length} tokens are compared")
     tokens_BS = torch.randint(architecture.vocab, (1, length), generator=generator)
     ours, theirs = (_activations(source, layout, architecture, tokens_BS) for source in (a, b))
     difference = relative(ours[-1], theirs[-1])

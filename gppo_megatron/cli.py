@@ -14,7 +14,7 @@ from typing import get_args
 
 from gppo_verifiers.errors import ServiceError
 from gppo_verifiers.sandbox.base import IsolationError
-from gppo_verifiers.service.arguments import add_service_arguments, count, port_number, read_options
+from gppo_verifiers.service.arguments import above_zero, add_service_arguments, count, port_number, read_options
 
 from checkpoints_tools.arguments import add_convert_arguments
 from gppo_megatron.config.bounds import problem_with
@@ -40,6 +40,13 @@ examples:
 """
 OPTIONS = {"columns": "column"}
 """Keys of `data:` whose option has another name."""
+NEEDS = {
+    "chat": "model",
+    "max_prompt_tokens": "model",
+    "evaluation_adapter": "evaluation",
+    "evaluation_repeats": "evaluation",
+}
+"""Options of `gppo data inspect` that do nothing without another."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 INTERRUPTED = 128 + signal.SIGINT
 READER_GONE = 128 + signal.SIGPIPE
@@ -148,7 +155,7 @@ def _parse(arguments: Sequence[str]) -> Namespace:
     selftest.add_argument("--nproc", type=count, metavar="N", help="processes; default: what torchrun started, or 2")
     selftest.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default cpu")
     selftest.add_argument(
-        "--tolerance", type=float, default=2e-5, metavar="X", help="largest relative difference, default 2e-5"
+        "--tolerance", type=above_zero, default=2e-5, metavar="X", help="largest relative difference, default 2e-5"
     )
     add_service_arguments(
         commands.add_parser("serve-verifiers", help="judge programs for other machines", allow_abbrev=False)
@@ -187,7 +194,7 @@ def _add_data_command(parser: ArgumentParser) -> None:
     inspect.add_argument("--chat", action="store_true", help="write them with the tokenizer's chat template")
     inspect.add_argument("--model", metavar="FOLDER", help="also check the prompts' length and characters for it")
     inspect.add_argument(
-        "--max-prompt-tokens", type=int, default=shown.max_prompt_tokens, metavar="N", help="with --model: the limit"
+        "--max-prompt-tokens", type=int, metavar="N", help=f"with --model: the limit, default {shown.max_prompt_tokens}"
     )
     inspect.add_argument("--evaluation", metavar="PATH", help="the set to evaluate on, which PATH must not overlap")
     inspect.add_argument("--evaluation-adapter", choices=adapters, help="how its rows are read, where that differs")
@@ -336,7 +343,9 @@ def _inspect(options: Namespace) -> int:
         columns=columns,
         template=options.template,
         chat=options.chat,
-        max_prompt_tokens=options.max_prompt_tokens,
+        max_prompt_tokens=FileData.max_prompt_tokens
+        if options.max_prompt_tokens is None
+        else options.max_prompt_tokens,
         evaluation=options.evaluation,
         evaluation_adapter=options.evaluation_adapter,
         evaluation_repeats=options.evaluation_repeats,
@@ -346,6 +355,11 @@ def _inspect(options: Namespace) -> int:
         f"--{OPTIONS.get(item.name, item.name.replace('_', '-'))}: {problem}"
         for item in fields(config)
         if (problem := problem_with(FileData, item.name, getattr(config, item.name))) is not None
+    ]
+    problems += [
+        f"--{name.replace('_', '-')}: needs --{needed} too"
+        for name, needed in NEEDS.items()
+        if getattr(options, name) and getattr(options, needed) is None
     ]
     if problems:
         raise config_error("gppo data inspect", problems)

@@ -62,7 +62,7 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} has no {MANIFEST}: writing it was never completed") from None
+        raise CheckpointError(f"{folder} has no {MANIFEST}: {_why_no_manifest(folder)}") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder / MANIFEST} cannot be read ({error})") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
@@ -75,6 +75,16 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
     if outside:
         raise CheckpointError(f"{folder / MANIFEST} lists files outside the folder: {', '.join(outside)}")
     return records
+
+
+def _why_no_manifest(folder: Path) -> str:
+    inside = sorted(path.parent.name for path in folder.glob(f"*/{MANIFEST}"))
+    if inside:
+        return f"name one of the folders in it that have one ({', '.join(inside)})"
+    return (
+        "writing it was never completed, or it is no folder of gppo convert or of a run's checkpoints "
+        "(gppo convert inspect tells what it is)"
+    )
 
 
 def check_sizes(folder: Path) -> dict[str, FileRecord]:

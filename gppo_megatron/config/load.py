@@ -18,12 +18,16 @@ from gppo_megatron.config.schema import RunConfig
 from gppo_megatron.config.yaml_text import parse, parse_scalar, render
 from gppo_megatron.errors import ConfigError
 
+STRUCTURED = re.compile(r"[\['\"]|\{\s*kind\s*:")
+"""How the value of an override begins that is YAML and no plain scalar."""
+
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run. Raises one ConfigError with every unknown key, missing key, wrong type and value out of bounds.
 
-    An override is `dotted.key=value`. The value is a plain YAML scalar, or a list or quoted text when it starts
-    with `[`, `'` or `"`: `optimizer.lr=1e-5`, `optimizer.betas=[0.9,0.99]`, `data.prompt={question}=`.
+    An override is `dotted.key=value`. The value is a plain YAML scalar; a list or quoted text when it starts with
+    `[`, `'` or `"`; a section when it starts with `{kind:`. `optimizer.lr=1e-5`, `optimizer.betas=[0.9,0.99]`,
+    `rollout={kind: embedded}`, `data.prompt={question}=`.
     """
     tree = _read(Path(path))
     problems = [problem for override in overrides if (problem := _apply(override, tree))]
@@ -71,7 +75,7 @@ def _apply(override: str, tree: dict[str, Any]) -> str | None:
         if not isinstance(section, dict):
             return f"{path}: no such key; {name} holds no keys"
     try:
-        section[last] = parse(text) if text.startswith(("[", "'", '"')) else parse_scalar(text)
+        section[last] = parse(text) if STRUCTURED.match(text) else parse_scalar(text)
     except ValueError as error:
         return f"{path}: not valid YAML: {error} (got {show(text)})"
     return None

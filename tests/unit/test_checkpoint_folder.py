@@ -170,7 +170,7 @@ def damage(folder: Path, how: str) -> None:
         ("flipped byte", r"the content of model/a.bin has changed since it was written \(SHA-256 differs\)$"),
         ("truncated", "model/a.bin has 6 bytes instead of 7$"),
         ("missing", "model/a.bin is missing$"),
-        ("no manifest", "has no manifest.json: writing it was never completed$"),
+        ("no manifest", "has no manifest.json: writing it was never completed, or it is no folder of gppo convert"),
         ("damaged manifest", "manifest.json cannot be read"),
         ("other format", "not a manifest of format 1, the one this version reads$"),
         ("outside", r"lists files outside the folder: \.\./x$"),

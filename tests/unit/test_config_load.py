@@ -253,6 +253,7 @@ def test_overrides_change_add_and_create(tmp_path: Path) -> None:
         "data.remove=' '",
         "warmup.steps=3",
         "objective.delta=null",
+        "rollout={kind: embedded, max_new_tokens: 5}",
         "megatron.some.deep=true",
     ]
     config = load(write(tmp_path, GOOD + "warmup: null\n"), overrides)
@@ -260,6 +261,7 @@ def test_overrides_change_add_and_create(tmp_path: Path) -> None:
     assert (config.data.prompt, config.data.remove) == ("{question}=", " ")
     assert config.warmup == schema.Warmup(steps=3)
     assert config.megatron == {"some": {"deep": True}}
+    assert config.rollout == schema.EmbeddedRollout(max_new_tokens=5)
 
 
 @pytest.mark.parametrize(

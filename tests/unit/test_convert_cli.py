@@ -42,6 +42,28 @@ def test_the_commands_convert_look_and_compare(
     assert "no such provider; there are builtin, megatron-bridge" in capsys.readouterr().err
 
 
+def test_verify_says_what_it_cannot_do(
+    folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf, megatron = folders
+    assert main(["convert", "verify", str(hf), str(megatron), "--tokens", "100000"]) == 0
+    assert "--tokens 100000: the model has " in capsys.readouterr().err
+    assert main(["convert", "verify", str(hf)]) == 4
+    assert "has no manifest.json: writing it was never completed, or it is no folder of" in capsys.readouterr().err
+    assert main(["convert", "verify", str(megatron.parent)]) == 4
+    assert f"name one of the folders in it that have one ({megatron.name})" in capsys.readouterr().err
+
+
+def test_inspect_wants_a_configuration(folders: tuple[Path, Path]) -> None:
+    hf, _ = folders
+    (hf / "config.json").write_text("")
+    lines, complete = describe(hf)
+    assert not complete
+    assert f"complete: no; {hf / 'config.json'} cannot be read" in lines[1]
+    (hf / "config.json").unlink()
+    assert describe(hf)[0][1] == "complete: no; there is no config.json"
+
+
 def test_inspect_reads_headers_alone_and_needs_no_torch(folders: tuple[Path, Path]) -> None:
     hf, megatron = folders
     code = """

@@ -191,6 +191,9 @@ def test_inspect_measures_prompts_for_a_model(tmp_path: Path, capsys: pytest.Cap
         ([TRAIN.path, "--column", "question=q"], 2, "--column: must be names of columns, for `prompt` and `answer`"),
         ([TRAIN.path, "--column", "prompt"], 2, "--column: must be names of columns"),
         ([TRAIN.path, "--max-prompt-tokens", "0"], 2, "--max-prompt-tokens: must be >= 1 (got 0)"),
+        ([TRAIN.path, "--max-prompt-tokens", "9"], 2, "--max-prompt-tokens: needs --model too"),
+        ([TRAIN.path, "--chat"], 2, "--chat: needs --model too"),
+        ([TRAIN.path, "--evaluation-repeats"], 2, "--evaluation-repeats: needs --evaluation too"),
         ([TRAIN.path, "--model", "none"], 2, "none"),
     ],
 )

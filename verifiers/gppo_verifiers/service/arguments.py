@@ -44,17 +44,17 @@ def add_service_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--workers", type=count, default=1, metavar="N", help="programs at once, default 1")
     parser.add_argument("--queue", type=count, default=1024, metavar="N", help="jobs that may wait, default 1024")
     parser.add_argument(
-        "--cpu-seconds", type=_seconds, default=limits.cpu_seconds, metavar="S", help="limit of a test, default 4"
+        "--cpu-seconds", type=above_zero, default=limits.cpu_seconds, metavar="S", help="limit of a test, default 4"
     )
     parser.add_argument(
         "--memory-mib", type=count, default=limits.memory_bytes >> 20, metavar="N", help="limit of a test, default 512"
     )
     parser.add_argument(
-        "--canary-seconds", type=_seconds, default=60.0, metavar="S", help="between known programs, default 60"
+        "--canary-seconds", type=above_zero, default=60.0, metavar="S", help="between known programs, default 60"
     )
     parser.add_argument(
         "--drain-seconds",
-        type=_seconds,
+        type=above_zero,
         default=120.0,
         metavar="S",
         help="SIGTERM waits for jobs so long, default 120",
@@ -96,7 +96,7 @@ def port_number(text: str) -> int:
     return int(text)
 
 
-def _seconds(text: str) -> float:
+def above_zero(text: str) -> float:
     """A number above 0; argparse names the option where it is not."""
     try:
         number = float(text)
