@@ -8,12 +8,15 @@ import dataclasses
 import pickle
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from gppo_verifiers.types import Status, Task, Verdict
+from megatron.core.distributed import DistributedDataParallelConfig
 
 from gppo_megatron.config.architecture import Architecture, read_architecture
 from gppo_megatron.config.schema import Memory, Optimizer, Parallel
@@ -21,6 +24,7 @@ from gppo_megatron.data.packing import Packer
 from gppo_megatron.objective.policy_gradient import PolicyGradient, TokenLoss, TokenStreams
 from gppo_megatron.objective.presets import PRESETS, Aggregation
 from gppo_megatron.objective.trust_region import TrustRegion
+from gppo_megatron.policy.megatron import model as building
 from gppo_megatron.policy.megatron.arrangement import EndToEnd, SideBySide
 from gppo_megatron.policy.megatron.hf_folder import HfReader
 from gppo_megatron.policy.megatron.model import build_model, transformer_config
@@ -33,6 +37,8 @@ from gppo_megatron.types import Group, Prompt, Trajectory
 SEQUENCES, GROUP = 16, 4
 TEMPERATURE = 0.8
 STEPS, LENGTH = 3, 8
+BUCKET = 1024
+"""Parameters of one exchange where they overlap with computing: so few that the head has one of its own."""
 # An epsilon far above the rounding of a gradient near 0, which AdamW would otherwise blow up to a whole step.
 OPTIMIZER = Optimizer(lr=1e-3, weight_decay=0.1, clip_grad=0.5, eps=1e-4)
 
@@ -178,7 +184,11 @@ def run_case(case: Case) -> Outcome:
 
 def main(cases: list[Case], output: Path) -> None:
     torch.set_num_threads(1)
-    with world(cases[0].parallel.processes, CPU, timeout_seconds=300):
+    small = partial(DistributedDataParallelConfig, bucket_size=BUCKET)
+    with (
+        mock.patch.object(building, "DistributedDataParallelConfig", small),
+        world(cases[0].parallel.processes, CPU, timeout_seconds=300),
+    ):
         outcomes = {}
         for case in cases:
             start = time.monotonic()

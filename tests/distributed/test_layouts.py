@@ -59,6 +59,7 @@ PAIRS = [
         Parallel(tensor=2, sequence=True), INTERLEAVED, Parallel(context=2), Parallel(data=2),
         Parallel(data=2, overlap_gradients=True), Parallel(data=2, **OVERLAP), Parallel(context=2, **OVERLAP),
     )),
+    Case("untied", Parallel(data=2, **OVERLAP), SHARED, 40),
     *(Case("tied", parallel, micro_batch_tokens=60, aggregation=name, arrange=arrange)
       for parallel in (Parallel(context=2), Parallel(data=2), Parallel(tensor=2, sequence=True))
       for name in AGGREGATIONS for arrange in BOTH),
@@ -81,6 +82,7 @@ FOURS = [
       for parallel in (
           Parallel(tensor=4), Parallel(tensor=4, sequence=True), Parallel(tensor=2, pipeline=2, sequence=True),
       )),
+    *(Case(folder, Parallel(pipeline=2, data=2, **OVERLAP), SHARED, 40) for folder in ("four", "untied four")),
     *(Case("four", parallel, memory, 40)
       for memory in (Memory(), SHARED)
       for parallel in (

@@ -74,7 +74,7 @@ class Forward:
     ) -> tuple[Any, Any]:
         """A Megatron forward step whose loss is `objective` on weights of `version`; bind these by `partial`."""
         placed = next(batches)
-        output = self._run(placed, model, partial(self._train_head, placed, estimates))
+        output = self._run(placed, model, partial(self._train_head, placed, model, estimates))
         return output, partial(self._loss, objective, version, placed.batch)
 
     def score(
@@ -82,7 +82,7 @@ class Forward:
     ) -> tuple[Any, Any]:
         """A Megatron forward step that collects what `measurements` measure, in their order."""
         placed = next(batches)
-        output = self._run(placed, model, partial(self._score_head, placed, measurements, version))
+        output = self._run(placed, model, partial(self._score_head, placed, model, measurements, version))
         return output, lambda measured, non_loss_data=True: measured.values
 
     def _run(self, placed: Placed, model: Any, output_processor: Any) -> Any:
@@ -101,9 +101,9 @@ class Forward:
                 output_processor=output_processor,
             )
 
-    def _train_head(self, placed: Placed, estimates: "HeadEstimates", **stage: Any) -> "HeadOutput":
+    def _train_head(self, placed: Placed, model: Any, estimates: "HeadEstimates", **stage: Any) -> "HeadOutput":
         """Megatron's output processor for training."""
-        rows = self._rows(placed, **stage)
+        rows = self._rows(placed, model, **stage)
         own = _statistics(rows)
         statistics = TokenStatistics(*(self._of_all(placed, values_M) for values_M in own))
         measured = (self._measured(placed, rows, own, estimator) for estimator in estimates)
@@ -120,10 +120,10 @@ class Forward:
         return self._of_all(placed, estimator(rows, own, placed.batch))
 
     def _score_head(
-        self, placed: Placed, measurements: Sequence[Measurement], version: int, **stage: Any
+        self, placed: Placed, model: Any, measurements: Sequence[Measurement], version: int, **stage: Any
     ) -> "MeasuredRows":
         """Megatron's output processor for scoring."""
-        rows = self._rows(placed, **stage)
+        rows = self._rows(placed, model, **stage)
         own = _statistics(rows)
         logprobs_N = self._of_all(placed, own.logprobs_N)
         scored = Scored(rows, own, logprobs_N, version)
@@ -132,6 +132,7 @@ class Forward:
     def _rows(
         self,
         placed: Placed,
+        model: Any,
         *,
         hidden_states: torch.Tensor,
         output_layer: Any,
@@ -150,6 +151,7 @@ class Forward:
         rows_M = placed.grid.place_T[picked_M] if len(here_M) else picked_M
         hidden_MH = hidden_states.flatten(0, 1)[rows_M.to(self.device)]
         weight_VH = output_layer.weight if output_weight is None else output_weight
+        _complete(weight_VH, model)
         labels_M = placed.batch.labels_T[picked_M].to(self.device)
         return HeadRows(hidden_MH, weight_VH, labels_M, self.shard, self.temperature, picked_M)
 
@@ -219,6 +221,15 @@ class HeadOutput(NamedTuple):
     statistics: TokenStatistics
     divergence_N: torch.Tensor | None
     exact_N: torch.Tensor | None
+
+
+def _complete(weight_VH: torch.Tensor, model: Any) -> None:
+    """Collective: wait for this weight of a DistributedDataParallel model where it is still being gathered.
+
+    Megatron waits before each module's forward, and the head is no module's.
+    """
+    if model.use_forward_hook:
+        model.param_to_bucket_group[weight_VH].finish_param_sync()
 
 
 def _here(placed: Placed) -> torch.Tensor:

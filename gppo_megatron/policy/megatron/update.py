@@ -218,7 +218,6 @@ class MegatronPolicy:
     def state(self, loading: bool = False) -> ShardedState:
         """Collective: all that training goes on from, for `shards`. loading: to be filled by reading."""
         self._complete_parameters()
-        self._complete_parameters()
         weights = weights_state(self._model.chunks)
         progress = {"version": self._version, "schedule": self._scheduler.num_steps, "skipped": self._skipped_in_a_row}
         return {**weights, "optimizer": optimizer_state(self._optimizer, weights, loading), "progress": progress}
