@@ -26,7 +26,7 @@ def test_cpu_time_is_that_of_the_kernel_and_wall_time_goes_on_while_a_program_sl
             limits=Limits(cpu_seconds=2.0, wall_seconds=60.0),
         )
     )
-    assert 0.4 <= facts.cpu_seconds < 0.6
+    assert 0.4 <= facts.cpu_seconds < 0.8
     assert facts.wall_seconds >= 0.9  # both parts lie between the start and the end of the run
 
 

@@ -218,7 +218,7 @@ def test_gsm8k_rows(row: dict[str, str]) -> None:
 def test_integers_are_checked_fast_enough_to_check_whole_data_sets() -> None:
     start = process_time()
     assert not any(self_check(str(number)) for number in range(10_000_000, 10_004_000))
-    assert process_time() - start < 2.0
+    assert process_time() - start < 8.0
 
 
 def test_the_grader_names_its_versions() -> None:
