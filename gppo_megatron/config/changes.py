@@ -29,9 +29,6 @@ FREE = (
 `steps` is free only where no learning-rate schedule ends with it.
 """
 
-BOUND = ("parallel.expert", "parallel.expert_tensor", "memory.distributed_optimizer")
-"""Keys of free sections that decide how an optimizer's state is cut: no other value can read it."""
-
 
 def check_changes(saved: RunConfig, given: RunConfig, source: str) -> None:
     """Raises one ConfigError, headed by `source`, that lists every key in which the run would no longer be itself."""
@@ -52,9 +49,7 @@ def check_changes(saved: RunConfig, given: RunConfig, source: str) -> None:
 
 def is_free(name: str) -> bool:
     """Whether a key, written as a dotted path, may differ."""
-    return name not in BOUND and any(
-        name == free or name.startswith(free if free.endswith(".") else f"{free}.") for free in FREE
-    )
+    return any(name == free or name.startswith(free if free.endswith(".") else f"{free}.") for free in FREE)
 
 
 def _differences(saved: Any, given: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:

@@ -39,13 +39,13 @@ class Prediction(NamedTuple):
     log_mu: torch.Tensor
 
 
-def random_model(family: str, tied: bool) -> torch.nn.Module:
-    """Two layers, 8 heads of 8 over a hidden size of 32, 4 key-value heads, 37 tokens; nothing of it is a default.
+def random_model(family: str, tied: bool, layers: int = 2) -> torch.nn.Module:
+    """8 heads of 8 over a hidden size of 32, 4 key-value heads, 37 tokens; nothing of it is a default.
 
     Its log-probs are far from uniform, and no norm or bias is 1 or 0.
     """
     config = FAMILIES[family](
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8,
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=8,
         num_key_value_heads=4, head_dim=8, tie_word_embeddings=tied, sliding_window=None, rms_norm_eps=4e-6,
         rope_parameters={"rope_type": "default", "rope_theta": 777.0}, **(EXPERTS if family == "qwen3_moe" else {}),
     )  # fmt: skip

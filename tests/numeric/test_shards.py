@@ -8,8 +8,9 @@ import pytest
 import torch
 import transformers
 
-from gppo_megatron.config.schema import Optimizer
+from gppo_megatron.config.schema import Memory, Optimizer
 from gppo_megatron.errors import CheckpointError
+from gppo_megatron.policy.megatron import shards
 from gppo_megatron.policy.megatron.shards import complete, read_shards, weights_state, write_shards
 from gppo_megatron.policy.megatron.update import MegatronPolicy
 from tests.distributed.reference import batch_of, random_model
@@ -32,8 +33,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def policy_of(folder: Path, dtype: torch.dtype = torch.float32) -> MegatronPolicy:
-    return MegatronPolicy(model_of(folder, dtype=dtype), OPTIMIZER, optimizer_steps=10)
+def policy_of(folder: Path, dtype: torch.dtype = torch.float32, shared: bool = False) -> MegatronPolicy:
+    """shared: the optimizer's state, among a single replica."""
+    model = model_of(folder, dtype=dtype, memory=Memory(distributed_optimizer=shared))
+    return MegatronPolicy(model, OPTIMIZER, optimizer_steps=10)
 
 
 def updated(policy: MegatronPolicy, steps: int) -> list[dict[str, float]]:
@@ -65,6 +68,35 @@ def test_a_policy_goes_on_bit_for_bit(folder: Path, tmp_path: Path, dtype: torch
     assert str(updated(other, 3)) == str(at_once)  # text: a NaN equals no number
     assert_equal(policy, other)
     assert other.version == 5
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*is deprecated:FutureWarning", "ignore:The .grad attribute of a Tensor"
+)  # Megatron-Core
+@pytest.mark.parametrize("reader", [False, True])
+@pytest.mark.parametrize("writer", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_shared_optimizer_and_one_that_is_not_read_each_other(
+    folder: Path, tmp_path: Path, dtype: torch.dtype, writer: bool, reader: bool
+) -> None:
+    policy = policy_of(folder, dtype, writer)
+    updated(policy, 2)
+    write_shards(tmp_path, policy.state(), asynchronous=False)
+    other = policy_of(folder, dtype, reader)
+    other.restore(read_shards(tmp_path, other.state(loading=True), every=True))
+    expected = [step["optimizer/grad_norm"] for step in updated(policy, 3)]
+    assert [step["optimizer/grad_norm"] for step in updated(other, 3)] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_checkpoint_of_another_version_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = policy_of(folder)
+    updated(policy, 1)
+    monkeypatch.setattr(shards, "CONTENT", shards.RESHARDABLE)
+    write_shards(tmp_path, policy.state(), asynchronous=False)
+    with pytest.raises(CheckpointError, match="not written by this version of gppo_megatron.*`gppo convert`"):
+        read_shards(tmp_path, policy_of(folder).state(loading=True), every=True)
 
 
 def test_the_learning_rate_goes_on(folder: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from gppo_megatron.config.changes import BOUND, FREE, check_changes, is_free
+from gppo_megatron.config.changes import FREE, check_changes, is_free
 from gppo_megatron.config.load import _paths
 from gppo_megatron.config.schema import (
     EmbeddedRollout,
@@ -63,15 +63,13 @@ def test_a_schedule_that_ends_with_the_run_fixes_its_length(schedule: str, decay
         assert [line.split(":")[0] for line in problems(given, saved)] == ["steps"]
 
 
-def test_how_the_optimizer_is_cut_cannot_change() -> None:
+def test_how_processes_share_the_work_may_change() -> None:
     given = replace(SAVED, parallel=Parallel(tensor=2, expert=2), memory=Memory(distributed_optimizer=True))
-    assert [line.split(":")[0] for line in problems(given)] == ["parallel.expert", "memory.distributed_optimizer"]
-    check_changes(SAVED, replace(SAVED, memory=Memory(recompute="full")), "run --resume")
+    check_changes(SAVED, given, "run --resume")
 
 
 def test_every_free_key_exists() -> None:
     paths = set(_paths(RunConfig, ""))
-    assert set(BOUND) <= paths
     known = {free for free in FREE for path in paths if is_free(path) and path.startswith(free)}
     assert known == set(FREE)
     assert not is_free("runner")

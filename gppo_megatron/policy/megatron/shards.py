@@ -25,18 +25,15 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
 from gppo_megatron.checkpoint.metadata import check
 from gppo_megatron.errors import CheckpointError
+from gppo_megatron.policy.megatron.optimizer_state import RESHARDABLE
 
-RESHARDABLE = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "singleton_local_shards": False,
-    "chained_optim_avoid_prefix": True,
-}
-"""How Megatron-Core lays out an optimizer's state so that every other layout can read it."""
+FORMAT = {"gppo_state": 2}
+"""Noted in a checkpoint: which keys a run that goes on from it will find."""
+CONTENT = RESHARDABLE | FORMAT
 
 PR_SET_PDEATHSIG = 1
 
@@ -79,46 +76,13 @@ def weights_state(chunks: list[DistributedDataParallel]) -> ShardedState:
 
 
 def _with_data(module: torch.nn.Module) -> ShardedState:
-    state: ShardedState = module.sharded_state_dict(metadata=RESHARDABLE)  # type: ignore[operator]
+    state: ShardedState = module.sharded_state_dict(metadata=dict(RESHARDABLE))  # type: ignore[operator]
     return {name: part for name, part in state.items() if not _is_empty(part)}
 
 
 def _is_empty(part: object) -> bool:
     """Without Transformer Engine the `_extra_state` of every layer is None."""
     return isinstance(part, ShardedObject) and part.data is None
-
-
-def optimizer_state(optimizer: Any, weights: ShardedState, loading: bool) -> ShardedState:
-    """The optimizer's part that belongs to `weights`. loading: make room for what will be read."""
-    if loading:
-        _let_steps_load()
-        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-            # A distributed optimizer that has not stepped has no state to describe.
-            make_room = getattr(part, "_init_optimizer_states_with_dummy_values", None)
-            if make_room is not None:
-                make_room()
-    state: ShardedState = optimizer.sharded_state_dict(weights, is_loading=loading, metadata=RESHARDABLE)
-    return state
-
-
-@functools.cache
-def _let_steps_load() -> None:
-    """Without Transformer Engine or Apex, Adam is torch's, which keeps a step for each parameter.
-
-    A distributed optimizer of Megatron-Core 0.16 that loads does not expect it, and leaves all parameters one tensor
-    for it, which each of them would count up.
-    """
-    original = DistributedOptimizer._set_main_param_and_optimizer_states
-
-    def set_states(self: Any, parameter: torch.nn.Parameter, tensors: Mapping[str, torch.Tensor]) -> None:
-        group, place = self.model_param_group_index_map[parameter]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
-        if isinstance(state.get("step"), torch.Tensor) and "step" not in tensors:
-            state["step"] = state["step"].clone()
-            tensors = {**tensors, "step": state["step"]}
-        original(self, parameter, tensors)
-
-    DistributedOptimizer._set_main_param_and_optimizer_states = set_states
 
 
 def load_weights(chunks: list[DistributedDataParallel], read: Mapping[str, Any]) -> None:
@@ -145,11 +109,11 @@ def write_shards(folder: Path, state: ShardedState, asynchronous: bool) -> Async
         filesystem_async._results_queue = WriteResults()
     if not asynchronous:
         try:
-            dist_checkpointing.save(state, str(folder), content_metadata=dict(RESHARDABLE))
+            dist_checkpointing.save(state, str(folder), content_metadata=dict(CONTENT))
         except (CheckpointException, CheckpointingException) as error:
             raise CheckpointError(f"{folder} cannot be written: {_reason(error)}") from error
         return None
-    request = dist_checkpointing.save(state, str(folder), content_metadata=dict(RESHARDABLE), async_sharded_save=True)
+    request = dist_checkpointing.save(state, str(folder), content_metadata=dict(CONTENT), async_sharded_save=True)
     calls = AsyncCallsQueue(persistent=False)
     write = functools.partial(_dying_with, os.getpid(), request.async_fn)
     calls.schedule_async_request(request._replace(async_fn=write if request.async_fn else None))
@@ -190,6 +154,8 @@ def read_shards(folder: Path, state: ShardedState, every: bool) -> ShardedState:
     Raises CheckpointError where anything is missing, of another shape, or not safe to read.
     """
     check(folder)
+    if every:
+        _check_format(folder)
     strict = StrictHandling.RAISE_ALL if every else StrictHandling.RETURN_ALL
     try:
         with warnings.catch_warnings():
@@ -203,3 +169,12 @@ def read_shards(folder: Path, state: ShardedState, every: bool) -> ShardedState:
     if absent:
         raise CheckpointError(f"{folder} lacks {', '.join(sorted(absent)[:5])}; it is of another model")
     return found  # type: ignore[no-any-return]
+
+
+def _check_format(folder: Path) -> None:
+    noted = dist_checkpointing.load_content_metadata(str(folder)) or {}
+    if any(noted.get(key) != value for key, value in FORMAT.items()):
+        raise CheckpointError(
+            f"{folder} was not written by this version of gppo_megatron, so a run cannot go on from it; `gppo convert` "
+            "makes a model folder of its weights, from which a new run can begin (model.path)"
+        )

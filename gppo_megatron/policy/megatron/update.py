@@ -30,10 +30,11 @@ from gppo_megatron.policy.megatron.export import WeightExporter
 from gppo_megatron.policy.megatron.forward import Forward, HeadEstimates, read_metrics
 from gppo_megatron.policy.megatron.head import VocabShard
 from gppo_megatron.policy.megatron.model import HAVE_TRANSFORMER_ENGINE
+from gppo_megatron.policy.megatron.optimizer_state import load_optimizer, optimizer_state
 from gppo_megatron.policy.megatron.precision import optimizer_fields, token_multiple
 from gppo_megatron.policy.megatron.routing import replayed
 from gppo_megatron.policy.megatron.scoring import AnchorLogprobs, Measurement, ReferenceLogprobs
-from gppo_megatron.policy.megatron.shards import ShardedState, load_weights, optimizer_state, weights_state
+from gppo_megatron.policy.megatron.shards import ShardedState, load_weights, weights_state
 from gppo_megatron.types import TrainBatch
 
 
@@ -225,7 +226,7 @@ class MegatronPolicy:
     def restore(self, read: ShardedState) -> None:
         """Collective: go on from what was read for `state(loading=True)`."""
         load_weights(self._model.chunks, read)
-        self._optimizer.load_state_dict(read["optimizer"])
+        load_optimizer(self._optimizer, read["optimizer"])
         self._scheduler.num_steps = read["progress"]["schedule"]
         self._scheduler.step(increment=0)  # the rates of this place in the schedule
         self._version = read["progress"]["version"]
