@@ -21,12 +21,11 @@ from gppo_megatron.config import schema
 from gppo_megatron.config.derived import ResolvedObjective, linear_work, resolve_objective
 from gppo_megatron.config.layout import alignment, micro_batch_multiple, slices
 from gppo_megatron.config.load import dump
+from gppo_megatron.config.model_folder import model_path
 from gppo_megatron.config.schema import (
     FileData,
-    HfModel,
     ReasoningGymData,
     RunConfig,
-    TinyModel,
     Warmup,
 )
 from gppo_megatron.data.balance import PackedRoom, PaddedRoom, Room, Work
@@ -72,7 +71,6 @@ from gppo_megatron.rollout.source import GivenAnswers
 from gppo_megatron.run_folder import (
     CHECKPOINTS,
     METRICS,
-    MODEL,
     TRAINED,
     new_run_folder,
     reopened_run_folder,
@@ -112,7 +110,7 @@ def run_training(config: RunConfig, resume: bool) -> None:
         standing = teams.world.gather(standing)[0]
         report = preflight(device, teams.world)
         judge = resources.enter_context(closing(open_judge(config)))
-        model_folder = open_folder(model_path(config, folder))
+        model_folder = open_folder(model_path(config))
         teams.world.gather(None)  # all have read the folder before a process may fail and remove it
         stop = StopRequest()
         deadlines = Deadlines(config.watchdog.silence, config.watchdog.phase, config.save.grace)
@@ -137,15 +135,6 @@ def run_training(config: RunConfig, resume: bool) -> None:
         sink.close()
     if rank == 0:
         write_reports(config, folder, evaluate)
-
-
-def model_path(config: RunConfig, folder: Path) -> Path:
-    """Where the run's starting model lies."""
-    match config.model:
-        case TinyModel():
-            return folder / MODEL
-        case HfModel(path=path):
-            return Path(path)
 
 
 def find_problems(config: RunConfig, model_folder: ModelFolder, speaks: bool) -> Problems:

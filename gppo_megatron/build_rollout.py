@@ -98,7 +98,7 @@ def open_rollouts(
         case SglangRollout() | VllmRollout() as rollout:
             vocab = model_folder.architecture.vocab
             make = SglangServer if isinstance(rollout, SglangRollout) else partial(VllmServer, vocab=vocab)
-            with EventLoop() as loop, clients(make, rollout.urls, rollout.stall_seconds, loop) as servers:
+            with EventLoop() as loop, clients(make, rollout.addresses, rollout.stall_seconds, loop) as servers:
                 if world.rank == 0:
                     loop.run(until_up(servers, rollout.recovery_seconds))
                 fleet, sync = served(config, rollout, model_folder, device, world, loop, servers)

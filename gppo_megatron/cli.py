@@ -24,6 +24,7 @@ from gppo_megatron.config.load import dump, load
 from gppo_megatron.config.problems import config_error
 from gppo_megatron.config.rollouts import SglangRollout
 from gppo_megatron.config.schema import AdapterName, FileData, HfModel, RunConfig, TemplateName
+from gppo_megatron.config.server_checks import check_started
 from gppo_megatron.errors import CheckpointError, ConfigError, GppoError, Interrupted, PeerLostError, VerifierError
 
 EXAMPLES = """\
@@ -211,6 +212,7 @@ def _train(options: Namespace, rank: int) -> int:
     if options.resume and _is_complete(config):
         return 0
     check_world(config, int(os.environ.get("WORLD_SIZE", "1")))
+    check_started(config, os.environ)
     if rank == 0:
         check_run_folder(config, options.resume)
         print(describe(config), flush=True)
@@ -239,9 +241,11 @@ def _launch(options: Namespace) -> int:
     check_run_folder(config, options.resume)
     from launchers.local import free_port, run_processes
     from launchers.plan import plan_processes
+    from launchers.servers import open_servers
 
     arguments = [*options.overrides, *(["--resume"] if options.resume else [])]
-    return run_processes(plan_processes(config, options.run, arguments, free_port()), config.save.grace)
+    servers = open_servers(config, os.environ)
+    return run_processes(plan_processes(config, options.run, arguments, free_port()), config.save.grace, servers)
 
 
 def _serve(options: Namespace) -> int:

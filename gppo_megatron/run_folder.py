@@ -16,6 +16,7 @@ from gppo_megatron.checkpoint.folder import latest, published, try_lock
 from gppo_megatron.checkpoint.manifest import verify
 from gppo_megatron.config.changes import check_changes
 from gppo_megatron.config.load import dump, load
+from gppo_megatron.config.model_folder import MODEL
 from gppo_megatron.config.schema import RunConfig, TinyModel
 from gppo_megatron.data.model_folder import create_tiny
 from gppo_megatron.errors import CheckpointError, ConfigError
@@ -23,7 +24,7 @@ from gppo_megatron.observe.jsonl import cut
 from gppo_megatron.train_state import TrainState, read_train_state
 
 METRICS, CONFIG, VERSIONS = "metrics.jsonl", "config.yaml", "versions.json"
-CHECKPOINTS, MODEL, TRAINED = "checkpoints", "model", "hf"
+CHECKPOINTS, TRAINED = "checkpoints", "hf"
 LOCK_SECONDS = 3.0
 """How long what a killed process had forked may still hold the folder."""
 NUMERICS = ("gppo-megatron", "torch", "megatron-core", "transformers", "math-verify", "sympy", "reasoning-gym")
@@ -78,8 +79,10 @@ def fill_run_folder(config: RunConfig, folder: Path) -> None:
     """The resolved configuration, the packages' versions, and the model when it is to be made."""
     (folder / CONFIG).write_text(dump(config), encoding="utf-8")
     (folder / VERSIONS).write_text(json.dumps(versions(), indent=1), encoding="utf-8")
-    if isinstance(config.model, TinyModel):
-        create_tiny(config.model, folder / MODEL, config.seed)
+    if isinstance(config.model, TinyModel) and not (folder / MODEL).exists():
+        unfinished = folder / f"{MODEL}.unfinished"
+        create_tiny(config.model, unfinished, config.seed)
+        unfinished.rename(folder / MODEL)  # those who wait for it find it whole
 
 
 def versions() -> dict[str, str]:

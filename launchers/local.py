@@ -1,17 +1,18 @@
 """Starts the processes of a run on this machine, watches them, and leaves none behind."""
 
-import ctypes
 import os
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from subprocess import DEVNULL, PIPE, STDOUT, Popen
+from typing import Protocol
 
-from gppo_megatron.errors import PeerLostError
+from gppo_megatron.errors import GppoError, PeerLostError
+from launchers.groups import dying_with, ending, signal_group
 from launchers.output import Output
 from launchers.plan import ADDRESS, ProcessPlan
 
@@ -20,9 +21,6 @@ CAUSE_SECONDS = 2.0
 """How long to wait, once processes report a lost peer, for the one that was lost."""
 STOP_SECONDS = 5.0
 """Between SIGTERM and SIGKILL."""
-SIGNALS = {number.value: number.name for number in signal.Signals}
-PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 @dataclass(frozen=True)
@@ -33,9 +31,32 @@ class Exit:
     status: int
 
     def __str__(self) -> str:
-        if self.status < 0:
-            return f"rank {self.rank} was killed by signal {SIGNALS.get(-self.status, -self.status)}"
-        return f"rank {self.rank} exited with status {self.status}"
+        return f"rank {self.rank} {ending(self.status)}"
+
+
+class Companions(Protocol):
+    """What a run needs beside its processes."""
+
+    def watch(self) -> str:
+        """Look after them for a moment; why the run cannot go on, or nothing."""
+        ...
+
+    def close(self) -> None:
+        """End them all."""
+        ...
+
+
+class NoCompanions:
+    """The `Companions` of a run that needs none."""
+
+    def watch(self) -> str:
+        return ""
+
+    def close(self) -> None:
+        """There are none."""
+
+
+NO_COMPANIONS = NoCompanions()
 
 
 def free_port() -> int:
@@ -45,8 +66,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_processes(plans: Sequence[ProcessPlan], grace_seconds: float = STOP_SECONDS) -> int:
-    """Run all processes to their end; returns the exit status of the whole.
+def run_processes(
+    plans: Sequence[ProcessPlan], grace_seconds: float = STOP_SECONDS, companions: Companions = NO_COMPANIONS
+) -> int:
+    """Run all processes to their end; returns the exit status of the whole. The companions end after them.
 
     0 when all succeed. As soon as one fails all others are stopped and one line on stderr says why; the status is
     the failed one's, or 128 + its signal. SIGINT, SIGTERM and SIGHUP stop all: 128 + that signal. They get
@@ -58,12 +81,13 @@ def run_processes(plans: Sequence[ProcessPlan], grace_seconds: float = STOP_SECO
         crew = _Crew()
         try:
             crew.start(plans)
-            return _supervise(crew, received, grace_seconds)
+            return _supervise(crew, received, grace_seconds, companions)
         finally:
             crew.close()
+            companions.close()
 
 
-def _supervise(crew: "_Crew", received: Sequence[int], grace_seconds: float) -> int:
+def _supervise(crew: "_Crew", received: Sequence[int], grace_seconds: float, companions: Companions) -> int:
     while crew.live:
         crew.watch()
         if received:
@@ -76,6 +100,9 @@ def _supervise(crew: "_Crew", received: Sequence[int], grace_seconds: float) -> 
             ending = f"; stopped the other {_count(count)}" if count else ""
             print(f"{cause}{ending}", file=sys.stderr)
             return cause.status if cause.status > 0 else 128 - cause.status
+        if fault := companions.watch():
+            print(f"stopped {_count(crew.stop())}: {fault}", file=sys.stderr)
+            return GppoError.exit_code
     return 0
 
 
@@ -112,7 +139,7 @@ class _Crew:
                 stdout=None if plan.rank == 0 else PIPE,
                 stderr=None if plan.rank == 0 else STDOUT,
                 start_new_session=True,
-                preexec_fn=_dying_with(os.getpid()),
+                preexec_fn=dying_with(os.getpid()),
             )
             self.live[plan.rank] = process
             if process.stdout is not None:
@@ -123,7 +150,7 @@ class _Crew:
         self._output.forward(POLL_SECONDS)
         ended = [Exit(rank, status) for rank, process in self.live.items() if (status := process.poll()) is not None]
         for end in ended:
-            _signal_group(self.live.pop(end.rank), signal.SIGKILL)
+            signal_group(self.live.pop(end.rank), signal.SIGKILL)
         # Ended within one poll: a killed process is the cause, and an error elsewhere its consequence.
         self.failures += sorted((end for end in ended if end.status != 0), key=lambda end: end.status >= 0)
 
@@ -131,7 +158,7 @@ class _Crew:
         """End all live processes, politely for so long, or `until` that is over; returns how many there were."""
         count = len(self.live)
         for process in self.live.values():
-            _signal_group(process, signal.SIGTERM)
+            signal_group(process, signal.SIGTERM)
         deadline = time.monotonic() + seconds
         while self.live and time.monotonic() < deadline and not until():
             self.watch()
@@ -145,27 +172,10 @@ class _Crew:
 
     def _kill(self) -> None:
         for process in self.live.values():
-            _signal_group(process, signal.SIGKILL)
+            signal_group(process, signal.SIGKILL)
         for process in self.live.values():
             process.wait()
         self.live.clear()
-
-
-def _signal_group(process: Popen[bytes], number: int) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
-
-
-def _dying_with(launcher: int) -> Callable[[], None]:
-    """What a new process does first: on Linux, ask to be killed when the launcher dies, however that happens."""
-
-    def ask() -> None:
-        if _LIBC is not None:
-            _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != launcher:  # it died before we asked
-                os._exit(1)
-
-    return ask
 
 
 @contextmanager

@@ -2,9 +2,10 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gppo_megatron.config.schema import RunConfig
+from gppo_megatron.config.server_checks import LAUNCHED
 
 ADDRESS = "127.0.0.1"
 
@@ -24,7 +25,8 @@ def plan_processes(config: RunConfig, path: str, overrides: Sequence[str], port:
     path, overrides: what `config` was loaded from; every process loads them again.
     port: a free TCP port, where the processes find one another.
     """
-    return plan_command(("train", path, *overrides), config.parallel.processes, config.threads, port)
+    command = plan_command(("train", path, *overrides), config.parallel.processes, config.threads, port)
+    return tuple(replace(plan, environment={**plan.environment, LAUNCHED: "1"}) for plan in command)
 
 
 def plan_command(arguments: Sequence[str], size: int, threads: int, port: int) -> tuple[ProcessPlan, ...]:

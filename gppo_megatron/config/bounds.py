@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from gppo_megatron.config import rollouts, schema
+from gppo_megatron.config import rollouts, schema, started
 from gppo_megatron.config.problems import nearest, show
 from gppo_megatron.objective.presets import DIVERGENCES, ESTIMATORS, PRESETS, TOKEN_ESTIMATORS
 
@@ -58,6 +58,15 @@ SERVERS: dict[str, Bound] = {
     **dict.fromkeys(("stall_seconds", "recovery_seconds", "probe_tolerance"), POSITIVE),
 }
 """Of every kind of rollout servers."""
+
+STARTED: dict[str, Bound] = {
+    "port": _must("between 1 and 65535", lambda value: 0 < value < 65536),
+    "restarts": NOT_NEGATIVE,
+    "restart_seconds": POSITIVE,
+    "count": COUNT,
+    "python": NOT_EMPTY,
+}
+"""Of every kind of servers that a run starts."""
 
 BOUNDS: dict[type, dict[str, Bound]] = {
     schema.TinyModel: {
@@ -115,6 +124,9 @@ BOUNDS: dict[type, dict[str, Bound]] = {
             lambda value: value == "disk",
         ),
     },
+    started.StartEmbedded: {name: bound for name, bound in STARTED.items() if name != "python"},
+    started.StartSglang: STARTED,
+    started.StartVllm: STARTED,
     schema.Judge: {"timeout": POSITIVE, "workers": COUNT},
     schema.LocalCode: {
         "workers": COUNT,

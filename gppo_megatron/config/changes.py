@@ -16,6 +16,8 @@ FREE = (
     "memory.",
     "batch.micro_batch_tokens",
     "rollout.cache_tokens",
+    "rollout.urls",
+    "rollout.start",
     "judge.",
     "diagnostics.peak_tflops",
     "evaluation.",

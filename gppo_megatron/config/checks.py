@@ -26,6 +26,7 @@ from gppo_megatron.config.schema import (
     ServiceCode,
     TinyModel,
 )
+from gppo_megatron.config.server_checks import server_problems
 from gppo_megatron.config.source_checks import source_problems
 from gppo_megatron.errors import ConfigError
 from gppo_megatron.objective.presets import ESTIMATORS, PRESETS, Surrogate
@@ -36,7 +37,7 @@ def check(config: RunConfig, source: str = "configuration") -> None:
     problems = list(_bound_problems(config, ""))
     if not problems:  # what follows divides by these numbers and looks these names up
         problems = [*_batch_problems(config), *_schedule_problems(config), *_objective_problems(config)]
-        problems += [*source_problems(config), *_data_problems(config)]
+        problems += [*server_problems(config), *source_problems(config), *_data_problems(config)]
         problems += [*_judge_problems(config), *_model_problems(config)]
     if problems:
         raise config_error(source, problems)

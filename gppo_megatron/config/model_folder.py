@@ -4,7 +4,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+from gppo_megatron.config.schema import HfModel, RunConfig, TinyModel
+
 INDEX = "model.safetensors.index.json"
+MODEL = "model"
+"""The folder, in a run's, of a model that the run makes."""
+
+
+def model_path(config: RunConfig) -> Path:
+    """Where the run's starting model lies; that of a tiny one is whole as soon as it is there."""
+    match config.model:
+        case TinyModel():
+            return Path(config.run) / MODEL
+        case HfModel(path=path):
+            return Path(path)
 
 
 def folder_problems(folder: Path, vocab: int) -> list[str]:

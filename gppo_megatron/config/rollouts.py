@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from gppo_megatron.config.started import Start, StartEmbedded, StartSglang, StartVllm
+
 
 class Room(NamedTuple):
     """A key that bounds how many tokens a prompt and its response may have together, and its value."""
@@ -30,9 +32,10 @@ class EmbeddedRollout:
 
 @dataclass(frozen=True)
 class ServerRollout:
-    """What all kinds of rollout servers have in common: they are running, on this machine or others.
+    """What all kinds of rollout servers have in common.
 
-    urls: theirs. context: most tokens of a prompt and its response that they take.
+    urls: of servers that are running, on this machine or others. start: or those that the launcher starts.
+    context: most tokens of a prompt and its response that they take.
     requests: sent to one server at a time, at most. stall_seconds: without news, after which a server counts as lost.
     recovery_seconds: how long a run waits for its servers at its start, and for one when none is left.
     probe_tolerance: largest mean difference (nats) of a few tokens' log-probs from the policy's, after new weights, of
@@ -40,8 +43,9 @@ class ServerRollout:
     """
 
     max_new_tokens: int
-    urls: tuple[str, ...]
     context: int
+    urls: tuple[str, ...] | None = None
+    start: Start | None = None
     temperature: float = 1.0
     requests: int = 256
     stall_seconds: float = 120.0
@@ -51,6 +55,11 @@ class ServerRollout:
     @property
     def room(self) -> Room:
         return Room("rollout.context", self.context)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Of all servers."""
+        return self.urls or () if self.start is None else self.start.urls
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,7 @@ class SglangRollout(ServerRollout):
     """
 
     kind: Literal["sglang"] = "sglang"
+    start: StartSglang | StartEmbedded | None = None
     sync: Literal["distributed", "tensor", "disk"] = "distributed"
     address: str = "127.0.0.1"
 
@@ -72,6 +82,7 @@ class VllmRollout(ServerRollout):
     """Sampling by vLLM servers, which take weights through a folder alone: `sync` may be nothing else."""
 
     kind: Literal["vllm"] = "vllm"
+    start: StartVllm | None = None
     sync: Literal["distributed", "tensor", "disk"] = "disk"
 
 

@@ -187,8 +187,8 @@ def test_how_training_may_end(
 def test_launch_plans_every_process(run_yaml: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[ProcessPlan] = []
 
-    def run_processes(given: tuple[ProcessPlan, ...], grace_seconds: float) -> int:
-        assert grace_seconds == 60
+    def run_processes(given: tuple[ProcessPlan, ...], grace_seconds: float, companions: object) -> int:
+        assert (grace_seconds, companions) == (60, launchers.local.NO_COMPANIONS)
         plans.extend(given)
         return 7
 
@@ -216,7 +216,7 @@ def test_neither_print_nor_launch_imports_torch(run_yaml: str) -> None:
 import sys
 import launchers.local
 from gppo_megatron.cli import main
-launchers.local.run_processes = lambda plans, grace_seconds: len(plans)
+launchers.local.run_processes = lambda plans, grace_seconds, companions: len(plans)
 assert main(["train", {run_yaml!r}, "--print"]) == 0
 assert main(["launch", {run_yaml!r}, "parallel.data=2"]) == 2
 heavy = {{"torch", "numpy", "transformers", "megatron", "reasoning_gym"}} & set(sys.modules)

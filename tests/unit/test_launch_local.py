@@ -209,4 +209,5 @@ def test_the_plan_gives_each_process_its_place() -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29501",
         "OMP_NUM_THREADS": "1",
+        "GPPO_LAUNCHED": "1",
     }
