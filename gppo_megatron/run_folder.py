@@ -25,7 +25,7 @@ from gppo_megatron.train_state import TrainState, read_train_state
 
 METRICS, CONFIG, VERSIONS = "metrics.jsonl", "config.yaml", "versions.json"
 CHECKPOINTS, TRAINED = "checkpoints", "hf"
-LOCK_SECONDS = 3.0
+LOCK_SECONDS = 20.0
 """How long what a killed process had forked may still hold the folder."""
 NUMERICS = ("gppo-megatron", "torch", "megatron-core", "transformers", "math-verify", "sympy", "reasoning-gym")
 

@@ -257,7 +257,7 @@ main(["train", {run_yaml!r}])
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
         try:
-            assert process.wait(timeout=5) == -signal.SIGINT
+            assert process.wait(timeout=60) == -signal.SIGINT
         finally:
             process.kill()
 

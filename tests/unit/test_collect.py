@@ -209,9 +209,9 @@ class ThreadTeam:
 
     def gather(self, value: Any) -> list[Any]:
         self._slots[self.rank] = value
-        self._barrier.wait(timeout=10)
+        self._barrier.wait(timeout=60)
         values = list(self._slots)
-        self._barrier.wait(timeout=10)
+        self._barrier.wait(timeout=60)
         return values
 
 

@@ -57,7 +57,7 @@ def packed_by_all(
     packer: Packer, rollouts: Sequence[tuple[list[Group], list[tuple[float, ...]]]]
 ) -> list[list[TrainBatch]]:
     """What each member of a team packs, one member a rollout."""
-    barrier, values = Barrier(len(rollouts), timeout=20), [None] * len(rollouts)
+    barrier, values = Barrier(len(rollouts), timeout=60), [None] * len(rollouts)
     teams = [Threads(rank, len(rollouts), barrier, values) for rank in range(len(rollouts))]
     with ThreadPoolExecutor(len(rollouts)) as pool:
         futures = [

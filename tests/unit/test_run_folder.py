@@ -146,7 +146,8 @@ def test_a_tracker_that_was_set_back_by_hand_asks_for_a_decision(tmp_path: Path)
         reopened(folder)
 
 
-def test_a_folder_in_use_or_without_a_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_in_use_or_without_a_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gppo_megatron.run_folder.LOCK_SECONDS", 0.2)
     folder = tmp_path / "run"
     with new_run_folder(config(folder), folder):
         with pytest.raises(ConfigError, match="in use by a run that still works"):
