@@ -22,6 +22,7 @@ from gppo_megatron.config.schema import Parallel
 from gppo_megatron.policy.megatron.layers import engine_block
 from gppo_megatron.policy.megatron.mapping.pieces import StoredLayout
 from gppo_megatron.policy.megatron.model import build_model, transformer_config
+from gppo_megatron.policy.megatron.shards import weights_state
 from gppo_megatron.policy.megatron.stored_layout import FUSED_NORM, stored_layout
 from tests.single_process import CPU, world_of_one
 from tests.unit import test_engine_names as names
@@ -84,7 +85,7 @@ def state_of(
     fill: Callable[[Any], None] = lambda _: None,
     **fields: Any,
 ) -> dict[str, Any]:
-    """What a model of these layers would save. fields: of Megatron-Core's configuration."""
+    """What Megatron-Core would save of these layers. fields: of its configuration."""
     engine = not fields.get("moe_use_legacy_grouped_gemm")
 
     def layers(config: Any, virtual_stage: int | None) -> Any:
@@ -102,6 +103,24 @@ def state_of(
         fill(model)
         state: dict[str, Any] = model.module.sharded_state_dict(prefix="")
         return state
+
+
+def trained_state(architecture: Architecture) -> dict[str, Any]:
+    """What a training run would save of the model's weights."""
+    with world_of_one():
+        config = transformer_config(architecture, Parallel(), CPU, torch.float32, {})
+        state: dict[str, Any] = weights_state(build_model(config, architecture, CPU))["model"]
+        return state
+
+
+def use_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have stand-ins serve as Transformer Engine's modules."""
+    provider = transformer_engine_spec_provider
+    for name, replacement in stand_ins().items():
+        monkeypatch.setattr(provider, name, replacement)
+    monkeypatch.setattr(provider, "is_te_min_version", lambda *_, **__: True)
+    monkeypatch.setattr(gpt_layer_specs, "TESpecProvider", provider.TESpecProvider, raising=False)
+    monkeypatch.setattr(gpt_layer_specs, "TENorm", names.Norm, raising=False)
 
 
 def boxes_of(state: dict[str, Any]) -> dict[str, set[Box]]:
@@ -144,12 +163,7 @@ def boxes_written(layout: StoredLayout) -> dict[str, set[Box]]:
 @pytest.mark.parametrize("family", sorted(CONFIGS))
 def test_a_model_of_the_engines_layers_finds_every_box(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     architecture, _ = tiny(family, tied=False)
-    provider = transformer_engine_spec_provider
-    for name, replacement in stand_ins().items():
-        monkeypatch.setattr(provider, name, replacement)
-    monkeypatch.setattr(provider, "is_te_min_version", lambda *_, **__: True)
-    monkeypatch.setattr(gpt_layer_specs, "TESpecProvider", provider.TESpecProvider, raising=False)
-    monkeypatch.setattr(gpt_layer_specs, "TENorm", names.Norm, raising=False)
+    use_engine(monkeypatch)
     state, layout = state_of(architecture, monkeypatch), stored_layout(architecture)
     asked, written = boxes_of(state), boxes_written(layout)
     assert asked.items() <= written.items()
@@ -158,6 +172,26 @@ def test_a_model_of_the_engines_layers_finds_every_box(family: str, monkeypatch:
     assert bool(norms) == (family == "qwen3_moe")
     states = {value.unique_key for value in state.values() if isinstance(value, ShardedObject)}
     assert states <= set(layout.objects)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+def test_a_run_saves_the_same_keys_and_boxes_of_either_layers(
+    family: str, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Begun on a CPU, it goes on with the engine's layers, and the other way about: all that is saved is read."""
+    architecture, _ = tiny(family, tied)
+    own = trained_state(architecture)
+    use_engine(monkeypatch)
+
+    def layers(config: Any, virtual_stage: int | None) -> Any:
+        config.moe_grouped_gemm = config.num_moe_experts is not None
+        return engine_block(config, virtual_stage)
+
+    monkeypatch.setattr("gppo_megatron.policy.megatron.model.local_block", layers)
+    engine = trained_state(architecture)
+    assert boxes_of(own) == boxes_of(engine)
+    assert not any(isinstance(value, ShardedObject) for state in (own, engine) for value in state.values())
 
 
 @pytest.mark.filterwarnings("ignore:The legacy GroupedMLP")

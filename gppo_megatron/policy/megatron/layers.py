@@ -6,6 +6,7 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from gppo_megatron.policy.megatron.attention import SequenceAttention
@@ -29,10 +30,19 @@ def local_block(config: TransformerConfig, virtual_stage: int | None) -> Transfo
         parts.input_layernorm = RmsNorm
         if parts.pre_mlp_layernorm is not IdentityOp:
             parts.pre_mlp_layernorm = RmsNorm
+        parts.sharded_state_dict_keys_map = _stored_names(parts)
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RmsNorm
         attention.core_attention = SequenceAttention
     return block
+
+
+def _stored_names(parts: Any) -> dict[str, str]:
+    """Under which names the layer's norms are stored: those of Transformer Engine, where the norm before a plain MLP is
+    part of a linear, and the norm before experts a module of its own."""
+    names: dict[str, str] = parts.sharded_state_dict_keys_map
+    sparse = parts.mlp.module is MoELayer
+    return {ours: stored for ours, stored in names.items() if not (sparse and ours == "pre_mlp_layernorm.")}
 
 
 def engine_block(config: TransformerConfig, virtual_stage: int | None) -> TransformerBlockSubmodules:

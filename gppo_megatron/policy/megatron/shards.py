@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -31,9 +30,12 @@ from gppo_megatron.checkpoint.metadata import check
 from gppo_megatron.errors import CheckpointError
 from gppo_megatron.policy.megatron.optimizer_state import RESHARDABLE
 
-FORMAT = {"gppo_state": 2}
+FORMAT = {"gppo_state": 3}
 """Noted in a checkpoint: which keys a run that goes on from it will find."""
 CONTENT = RESHARDABLE | FORMAT
+
+EXTRA_STATE = "_extra_state"
+"""What Transformer Engine's modules keep beside their weights: the scales of FP8, and otherwise nothing."""
 
 PR_SET_PDEATHSIG = 1
 
@@ -70,28 +72,27 @@ class WriteResults:
 
 
 def weights_state(chunks: list[DistributedDataParallel]) -> ShardedState:
-    """This process's part of the weights, without the states that a module says it does not have."""
+    """This process's part of the weights, whatever modules the layers are made of."""
     parts = {f"model{place}": _with_data(chunk.module) for place, chunk in enumerate(chunks)}
     return {"model": parts.pop("model0"), **parts}
 
 
-def _with_data(module: torch.nn.Module) -> ShardedState:
-    state: ShardedState = module.sharded_state_dict(metadata=dict(RESHARDABLE))  # type: ignore[operator]
-    return {name: part for name, part in state.items() if not _is_empty(part)}
-
-
-def _is_empty(part: object) -> bool:
-    """Without Transformer Engine the `_extra_state` of every layer is None."""
-    return isinstance(part, ShardedObject) and part.data is None
+def _with_data(module: Any) -> ShardedState:
+    state: ShardedState = module.sharded_state_dict(metadata=dict(RESHARDABLE))
+    scaled = module.config.fp8 is not None
+    return {
+        name: part
+        for name, part in state.items()
+        if not isinstance(part, ShardedObject) or (scaled and part.data is not None)
+    }
 
 
 def load_weights(chunks: list[DistributedDataParallel], read: Mapping[str, Any]) -> None:
     """Put what `read_shards` gave for `weights_state` into the model. Raises CheckpointError for NaN or infinity."""
     for place, chunk in enumerate(chunks):
-        part = dict(read["model" if place == 0 else f"model{place}"])
-        named = chunk.module.state_dict()
-        part |= {name: None for name, value in named.items() if value is None}
-        chunk.module.load_state_dict(part, strict=True)
+        part = read["model" if place == 0 else f"model{place}"]
+        kept = {name: value for name, value in chunk.module.state_dict().items() if name.endswith(EXTRA_STATE)}
+        chunk.module.load_state_dict(kept | part, strict=True)
         damaged = [name for name, value in chunk.module.named_parameters() if not value.isfinite().all()]
         if damaged:
             raise CheckpointError(
