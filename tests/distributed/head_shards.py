@@ -4,6 +4,7 @@ Shards have 7 columns, so a vocabulary of 11 leaves the second one with 3 padded
 alone. In some cases the shards' logits lie further apart than exp can reach. In float64, and in fewer bits.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from gppo_megatron.policy.megatron.divergence import HeadRows, Tile, exact_diver
 from gppo_megatron.policy.megatron.head import TokenStatistics, VocabShard, token_statistics
 
 ROWS, COLUMNS, WIDTH, TEMPERATURE = 6, 7, 4, 0.7
+SIZES = (2.0, 5.0, 15.0)
+"""Of logits."""
 
 
 def whole(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, vocab: int) -> TokenStatistics:
@@ -81,15 +84,18 @@ def check(vocab: int, labels: list[int], rows_at_once: int | None, lift: float, 
     assert rows == 0 or expected_hidden.abs().max() > 0.1
 
 
-def check_rounded(vocab: int, labels: list[int], rows_at_once: int | None, dtype: torch.dtype, summed: bool) -> None:
+def check_rounded(
+    vocab: int, labels: list[int], rows_at_once: int | None, size: float, dtype: torch.dtype, summed: bool
+) -> None:
     """Values and gradients from inputs of fewer bits, against float64 autograd of the same inputs.
 
-    Relative to a tensor's largest: 1e-5 in float32, 1e-2 for bfloat16 inputs. summed: into a float32 `main_grad`.
+    Relative to a tensor's largest: 1e-5 in float32, 1e-2 for bfloat16 inputs. size: of the logits. summed: into a
+    float32 `main_grad`.
     """
     bound = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
     start = COLUMNS * dist.get_rank()
     generator = torch.Generator().manual_seed(6)
-    hidden = torch.randn(ROWS, WIDTH, generator=generator).to(dtype).requires_grad_()
+    hidden = (torch.randn(ROWS, WIDTH, generator=generator) * size / WIDTH**0.5).to(dtype).requires_grad_()
     weight = torch.randn(COLUMNS * dist.get_world_size(), WIDTH, generator=generator).to(dtype)
     mix = torch.randn(4, ROWS, generator=generator)
     part = weight[start : start + COLUMNS].clone().requires_grad_()
@@ -108,17 +114,20 @@ def check_rounded(vocab: int, labels: list[int], rows_at_once: int | None, dtype
         assert (value.double() - double).abs().max() <= bound * largest, (dtype, value, double)
 
 
-def check_divergences(vocab: int, tile: Tile | None, dtype: torch.dtype, counted: Sequence[Counted]) -> None:
+def check_divergences(
+    vocab: int, tile: Tile | None, size: float, dtype: torch.dtype, counted: Sequence[Counted]
+) -> None:
     """Two policies' divergences and one's likeliest tokens from shards, against float64 over the whole vocabulary.
 
-    Relative to the largest: 1e-11 in float64, 1e-5 in float32, 1e-2 for bfloat16 inputs.
+    size: of the logits; the larger, the smaller the step between the policies. Relative to the largest: 1e-11 in
+    float64; for float32 and bfloat16 inputs alike 1e-5 at size 2, and 1e-2 where float32 rounds large logits.
     """
-    bound = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    bound = 1e-11 if dtype == torch.float64 else 1e-5 if size == SIZES[0] else 1e-2
     start, count = COLUMNS * dist.get_rank(), 4
     shard = VocabShard(start, vocab, dist.group.WORLD)
     generator = torch.Generator().manual_seed(9)
-    hiddens = torch.randn(2, ROWS, WIDTH, generator=generator, dtype=torch.float64)
-    hiddens[1] = hiddens[0] + 0.2 * hiddens[1]
+    hiddens = torch.randn(2, ROWS, WIDTH, generator=generator, dtype=torch.float64) * size / WIDTH**0.5
+    hiddens[1] = hiddens[0] + 0.4 / size * hiddens[1]
     weight = torch.randn(COLUMNS * dist.get_world_size(), WIDTH, generator=generator, dtype=torch.float64)
     labels = torch.randint(vocab, (ROWS,), generator=generator)
     hiddens, weight = hiddens.to(dtype), weight.to(dtype)
@@ -129,9 +138,7 @@ def check_divergences(vocab: int, tile: Tile | None, dtype: torch.dtype, counted
         )
         for hidden in hiddens
     )
-    # Of bfloat16 inputs, logits rounded as the model's are.
-    logits = hiddens @ weight[:vocab].t() if dtype == torch.bfloat16 else hiddens.double() @ weight[:vocab].double().t()
-    log_pi, log_mu = torch.log_softmax(logits.double() / TEMPERATURE, 2)
+    log_pi, log_mu = torch.log_softmax(hiddens.double() @ weight[:vocab].double().t() / TEMPERATURE, 2)
 
     before = [counter.calls for counter in counted]
     shards = dist.get_world_size() > 1
@@ -168,12 +175,13 @@ def main() -> None:
             check(11, [0, 6, 7, 10, 3, 9], rows_at_once, 0.0, counted)
             check(11, [0, 6, 7, 10, 3, 9], rows_at_once, 2000.0, counted)
         vocab, labels = (11, [0, 6, 7, 10, 3, 9]) if whole_vocab > 11 else (6, [0, 5, 2, 3, 3, 1])
-        for dtype in (torch.float32, torch.bfloat16):
-            check_rounded(vocab, labels, rows_at_once, dtype, summed=rows_at_once == 4)
+        for dtype, size in itertools.product((torch.float32, torch.bfloat16), SIZES):
+            check_rounded(vocab, labels, rows_at_once, size, dtype, summed=rows_at_once == 4)
     for vocab in {6, whole_vocab - 2}:
-        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        narrow = itertools.product((torch.float32, torch.bfloat16), SIZES)
+        for dtype, size in [(torch.float64, SIZES[0]), *narrow]:
             for tile in (None, Tile(1, 2), Tile(4, 3)):
-                check_divergences(vocab, tile, dtype, counted)
+                check_divergences(vocab, tile, size, dtype, counted)
     dist.destroy_process_group()
 
 

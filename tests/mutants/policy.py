@@ -38,8 +38,8 @@ STATISTICS = (
     Fault(
         "temperature-forgotten",
         HEAD_CHUNK,
-        "        return logits_CV.div_(tile.temperature)",
-        "        return logits_CV",
+        "logits_CV).div_(tile.temperature)",
+        "logits_CV)",
         HEAD_TEST,
     ),
     Fault(
@@ -59,8 +59,8 @@ STATISTICS = (
     Fault(
         "weight-gradient-of-the-last-chunk-alone",
         HEAD,
-        ".addmm_(gradient_CV.t().to(sum_VH.dtype), hidden_CH.to(sum_VH.dtype))",
-        ".addmm_(gradient_CV.t().to(sum_VH.dtype), hidden_CH.to(sum_VH.dtype), beta=0)",
+        "self._sum_VH[columns], keep=True)",
+        "self._sum_VH[columns])",
         HEAD_TEST,
     ),
     Fault(
@@ -122,8 +122,8 @@ STATISTICS = (
     Fault(
         "hidden-gradient-of-the-last-tile-alone",
         HEAD,
-        "self.sum_CH.addmm_(gradient_CV, weight_VH)",
-        "self.sum_CH.addmm_(gradient_CV, weight_VH, beta=0)",
+        "sum_CH, keep=True)",
+        "sum_CH)",
         HEAD_TEST,
     ),
     Fault(
@@ -141,10 +141,18 @@ STATISTICS = (
         MAIN_GRAD_TEST,
     ),
     Fault(
-        "product-in-few-bits-not-counted-as-scratch",
+        "logits-rounded-to-the-weights-bits",
         HEAD_CHUNK,
-        "product = 0 if dtype == statistics_dtype(dtype) else dtype.itemsize",
-        "product = 0",
+        "return out_MN.addmm_(first_MK.to(out_MN.dtype), second_KN.to(out_MN.dtype), beta=int(keep))",
+        "return out_MN.copy_("
+        "torch.addmm(out_MN.to(second_KN.dtype), first_MK.to(second_KN.dtype), second_KN, beta=int(keep)))",
+        HEAD_TEST,
+    ),
+    Fault(
+        "widened-weight-not-counted-as-scratch",
+        HEAD_CHUNK,
+        "return 0 if weight_VH.is_cuda or weight_VH.dtype == dtype else",
+        "return 0 if weight_VH.dtype.itemsize > 0 else",
         HEAD_TEST,
     ),
     Fault(
@@ -160,6 +168,13 @@ DIVERGENCE, DIVERGENCE_TEST = f"{MEGATRON}/divergence.py", "tests/numeric/test_d
 SCORING, BEHAVIOUR_TEST = f"{MEGATRON}/scoring.py", "tests/numeric/test_behaviour.py"
 
 DISTRIBUTIONS = (
+    Fault(
+        "logits-of-a-divergence-rounded",
+        DIVERGENCE,
+        "self.top_logits_N.new_empty(len(hidden_RH), len(weight_BH))",
+        "hidden_RH.new_empty(len(hidden_RH), len(weight_BH))",
+        DIVERGENCE_TEST,
+    ),
     Fault(
         "exact-divergence-the-other-way-round",
         DIVERGENCE,

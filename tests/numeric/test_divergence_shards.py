@@ -60,11 +60,9 @@ class Pair(NamedTuple):
         return Pair(*(value.to(dtype) for value in self[:4]), *self[4:])
 
     def probabilities(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """pi and mu over the whole vocabulary, in float64; of 16-bit inputs, from logits rounded as the model's."""
-        narrow = self.hidden.dtype.itemsize == 2
+        """pi and mu over the whole vocabulary, in float64, from products that are not rounded."""
         logits = (
-            (hidden @ weight.t() if narrow else hidden.double() @ weight.double().t())[:, : self.vocab].double()
-            / self.temperature
+            (hidden.double() @ weight.double().t())[:, : self.vocab] / self.temperature
             for hidden, weight in ((self.hidden, self.weight), (self.past_hidden, self.past_weight))
         )
         pi, mu = (torch.softmax(values, 1) for values in logits)
@@ -174,11 +172,26 @@ def test_the_ladder_of_estimators(
     assert mean.item() == pytest.approx(exact[0].item(), rel=1e-9, abs=1e-13)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+HALF_AN_ULP = 2**-9
+"""Of bfloat16, of a number just below 1."""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "step", "tolerance"),
+    [
+        (torch.float32, 2.0, 0.3, 1e-5),
+        (torch.bfloat16, 2.0, 0.3, 1e-5),
+        (torch.bfloat16, 5.0, HALF_AN_ULP, 1e-3),
+        (torch.bfloat16, 15.0, HALF_AN_ULP, 1e-3),
+    ],
+)
 @pytest.mark.parametrize(("name", "alpha"), ROWS)
-def test_values_in_lower_precision(name: str, alpha: float | None, dtype: torch.dtype, tolerance: float) -> None:
-    """Against float64 on the same rounded inputs, relative to the largest."""
-    pair = pair_of(30, 400, 7, 1).to(dtype)
+def test_values_in_lower_precision(
+    name: str, alpha: float | None, dtype: torch.dtype, size: float, step: float, tolerance: float
+) -> None:
+    """Against float64 on the same rounded inputs, relative to the largest; logits of that size, and a small step."""
+    pair = pair_of(30, 400, 7, 1, step, size).to(dtype)
+    assert not torch.equal(pair.hidden, pair.past_hidden)
     generator = generator_of(name, alpha)
     exact = exact_divergence(generator, *pair.distributions(), Tile(8, 100))
     top = top_k_of(generator, pair, 20, Tile(8, 100))

@@ -105,15 +105,19 @@ def test_float32_is_close_to_float64() -> None:
         assert (value - double).abs().max() <= 2e-6 * double.abs().max()
 
 
-def test_bfloat16_rows_are_summed_in_float32() -> None:
+def test_of_bfloat16_inputs_only_the_gradients_are_rounded() -> None:
+    """Once, to the inputs' type; logits and sums are float32."""
     hidden, weight = problem(3, 1000, 8, 5.0, 2, torch.bfloat16)
     labels = torch.tensor([1, 10, 100])
     ours = token_statistics(hidden, weight, labels, VocabShard(0, 1000, None), 1.0)
-    logits = (hidden @ weight.t()).detach().double()
-    expected = reference(logits, torch.eye(1000, dtype=torch.float64), labels, 1000, 1.0)
+    doubles = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    expected = reference(*doubles, labels, 1000, 1.0)
     for value, double in zip(ours, expected, strict=True):
         assert value.dtype == torch.float32
         torch.testing.assert_close(value.double(), double, rtol=2e-6, atol=1e-5)
+    for gradient, double in zip(gradients_of(ours, hidden, weight), gradients_of(expected, *doubles), strict=True):
+        assert gradient.dtype == torch.bfloat16
+        assert (gradient - double).abs().max() <= 2**-8 * double.abs().max()
 
 
 def test_the_gradient_of_a_bfloat16_weight_is_added_up_in_float32() -> None:
@@ -228,11 +232,12 @@ def test_the_logits_never_exist_at_once(rows_at_once: int | None, rows: int, mon
 
 @pytest.mark.parametrize(
     ("rows", "dtype", "columns"),
-    [(1024, torch.float32, 4096), (1024, torch.bfloat16, 3276), (1024, torch.float64, 2048), (10**9, torch.float32, 1)],
+    [(1024, torch.float32, 4096), (1024, torch.bfloat16, 1365), (1024, torch.float64, 2048), (10**9, torch.float32, 1)],
 )
 def test_how_many_columns_fit(rows: int, dtype: torch.dtype, columns: int) -> None:
+    """Of a 16-bit weight each column takes 4 x 4,096 bytes more."""
     assert (head.SCRATCH_BYTES, head.ROWS_AT_ONCE) == (32 * 2**20, 1024)
-    assert tile_that_fits(rows, dtype) == (rows, columns)
+    assert tile_that_fits(rows, torch.empty(1, 4096, dtype=dtype)) == (rows, columns)
 
 
 @pytest.mark.parametrize(

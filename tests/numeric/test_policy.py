@@ -415,7 +415,9 @@ def test_a_bfloat16_model_has_float32_log_probs_and_stays_finite(folder: Path) -
     metrics = policy.update(batch, objective).flat()
     (logprobs_T,) = objective.logprobs
     assert logprobs_T.dtype == torch.float32
-    assert (logprobs_T - expected_T).abs().max() <= 1e-5
+    # The model's own head rounds each logit to 8 bits.
+    rounding = float(logits_BSV.abs().max()) / TEMPERATURE / 2**9
+    assert (logprobs_T - expected_T).abs().max() <= 2 * rounding
     assert all(math.isfinite(value) for value in metrics.values())
     reference = hf_gradients(folder)
     gradients = exported_gradients(model)

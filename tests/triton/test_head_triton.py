@@ -70,8 +70,12 @@ def test_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (gradient - reference).abs().max() <= 1e-2 * reference.abs().max()
 
 
-def test_the_logits_are_the_only_buffer() -> None:
-    assert [TritonScratch.element_bytes(dtype) for dtype in (torch.bfloat16, torch.float32)] == [2, 4]
+def test_the_gradient_takes_the_place_of_float32_logits_alone() -> None:
+    """Beside them the interpreter's CPU takes each column's 8 factors in float32."""
+    bytes_of = [
+        TritonScratch.column_bytes(3, torch.empty(1, 8, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)
+    ]
+    assert bytes_of == [3 * 6 + 8 * 4, 3 * 4]
 
 
 def test_a_cpu_keeps_to_torch() -> None:

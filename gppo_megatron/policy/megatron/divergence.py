@@ -17,6 +17,7 @@ from gppo_megatron.objective.divergences import Generator, generator_of
 from gppo_megatron.objective.presets import Cell
 from gppo_megatron.policy.megatron import head
 from gppo_megatron.policy.megatron.head import TokenStatistics, VocabShard
+from gppo_megatron.policy.megatron.head_chunk import product, widened_bytes
 from gppo_megatron.types import MicroBatch
 
 TILE_ROWS = 1024
@@ -85,17 +86,20 @@ class Distribution:
         columns -= self.shard.padded_columns(columns)
         if tile is None:
             height = max(1, min(rows, TILE_ROWS))
-            tile = Tile(height, max(1, head.SCRATCH_BYTES // (4 * TILE_BUFFERS * height)))
+            column_bytes = 4 * TILE_BUFFERS * height + widened_bytes(self.weight_VH)
+            tile = Tile(height, max(1, head.SCRATCH_BYTES // column_bytes))
         for row in range(0, rows, tile.rows):
             for column in range(0, columns, tile.columns):
                 yield slice(row, row + tile.rows), slice(column, min(column + tile.columns, columns))
 
     def logprobs(self, rows: slice, columns: slice) -> torch.Tensor:
         """[R, B], in a new tensor."""
-        # In the model's type, as the head's own: what normalises the logits was made of ones rounded in the same way.
-        product_RB = self.hidden_NH[rows] @ self.weight_VH[columns].t()
-        logits_RB = product_RB.to(self.top_logits_N.dtype).div_(self.temperature)
-        return logits_RB.sub_(self.top_logits_N[rows, None]).add_(self.top_logprobs_N[rows, None])
+        hidden_RH, weight_BH = self.hidden_NH[rows], self.weight_VH[columns]
+        # As the head's own: what normalises the logits was made of the same ones.
+        logits_RB = product(hidden_RH, weight_BH.t(), self.top_logits_N.new_empty(len(hidden_RH), len(weight_BH)))
+        return (
+            logits_RB.div_(self.temperature).sub_(self.top_logits_N[rows, None]).add_(self.top_logprobs_N[rows, None])
+        )
 
 
 @torch.no_grad()

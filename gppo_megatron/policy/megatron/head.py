@@ -13,9 +13,15 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from gppo_megatron.policy.megatron.head_chunk import Columns, OutputGradients, TileShape, scratch_of, statistics_dtype
+from gppo_megatron.policy.megatron.head_chunk import (
+    Columns,
+    OutputGradients,
+    TileShape,
+    product,
+    scratch_of,
+    statistics_dtype,
+)
 
-CPU = torch.device("cpu")
 SCRATCH_BYTES = 32 * 2**20
 """What the buffers of a tile may take, as long as one column fits."""
 ROWS_AT_ONCE = 1024
@@ -88,23 +94,24 @@ def token_statistics(
 
     hidden_NH: equal on all ranks of the group, and so is its gradient. labels_N: int64, global token ids below
     `shard.vocab`. rows_at_once: C; the columns of a tile are what then fits in SCRATCH_BYTES.
-    Products are in the dtype of the weight; all else, and the sum of the weight's gradient over chunks, in float32.
+    All is in float32 (float64 where the hidden rows are), whatever the factors of the products: see `product`.
     """
-    tile = tile_that_fits(rows_at_once or min(ROWS_AT_ONCE, len(hidden_NH)), weight_VH.dtype, weight_VH.device)
+    tile = tile_that_fits(rows_at_once or min(ROWS_AT_ONCE, len(hidden_NH)), weight_VH)
     outputs = _FusedHead.apply(hidden_NH, weight_VH, labels_N, shard, temperature, tile)  # type: ignore[no-untyped-call]
     return TokenStatistics(*outputs)
 
 
-def tile_that_fits(rows: int, dtype: torch.dtype, device: torch.device = CPU) -> TileShape:
+def tile_that_fits(rows: int, weight_VH: torch.Tensor) -> TileShape:
     """As many columns as fit in SCRATCH_BYTES; at least one.
 
-    >>> tile_that_fits(1024, torch.float32)  # two buffers in float32: 8 bytes a logit
+    >>> tile_that_fits(1024, torch.empty(1, 2048))  # two buffers in float32: 8 bytes a logit
     TileShape(rows=1024, columns=4096)
-    >>> tile_that_fits(1024, torch.bfloat16)  # and the product as it came, in bfloat16: 10
-    TileShape(rows=1024, columns=3276)
+    >>> tile_that_fits(1024, torch.empty(1, 2048, dtype=torch.bfloat16))  # and the tile's weight in float32
+    TileShape(rows=1024, columns=2048)
     """
     rows = max(1, rows)
-    return TileShape(rows, max(1, SCRATCH_BYTES // (scratch_of(device, dtype).element_bytes(dtype) * rows)))
+    scratch = scratch_of(weight_VH.device, weight_VH.dtype)
+    return TileShape(rows, max(1, SCRATCH_BYTES // scratch.column_bytes(rows, weight_VH)))
 
 
 def _columns(
@@ -151,32 +158,19 @@ class _FusedHead(torch.autograd.Function):
         saved = top_logits_N, top_logprobs_N, entropy_N, squares_N
         for rows in columns.row_chunks():
             given = OutputGradients.of(gradients, saved, rows)
-            hidden_gradient = _HiddenGradient(hidden_NH[rows], entropy_N.dtype) if wants_hidden else None
+            sum_CH = torch.zeros_like(hidden_NH[rows], dtype=entropy_N.dtype) if wants_hidden else None
             for some, tile in columns.column_chunks():
                 gradient_CV = scratch.gradient(hidden_NH[rows], tile, rows, given)
                 if weight_gradient is not None:
                     weight_gradient.add(some, gradient_CV, hidden_NH[rows])
-                if hidden_gradient is not None:
-                    hidden_gradient.add(scratch.as_weight(gradient_CV), tile.weight_VH)
-            if hidden_gradient is not None and hidden_gradient_NH is not None:
-                hidden_gradient_NH[rows] = hidden_gradient.sum_CH
+                if sum_CH is not None:
+                    product(gradient_CV, tile.weight_VH, sum_CH, keep=True)
+            if sum_CH is not None and hidden_gradient_NH is not None:
+                hidden_gradient_NH[rows] = sum_CH
         if hidden_gradient_NH is not None:
             ctx.shard.sum(hidden_gradient_NH)
         weight_gradient_VH = None if weight_gradient is None else weight_gradient.for_autograd()
         return hidden_gradient_NH, weight_gradient_VH, None, None, None, None
-
-
-class _HiddenGradient:
-    """Adds up the gradient of a chunk of hidden rows over tiles."""
-
-    def __init__(self, hidden_CH: torch.Tensor, dtype: torch.dtype) -> None:
-        self.sum_CH = torch.zeros_like(hidden_CH, dtype=dtype)
-
-    def add(self, gradient_CV: torch.Tensor, weight_VH: torch.Tensor) -> None:
-        if gradient_CV.dtype == self.sum_CH.dtype:
-            self.sum_CH.addmm_(gradient_CV, weight_VH)
-        else:
-            self.sum_CH += torch.mm(gradient_CV, weight_VH)
 
 
 class _WeightGradient:
@@ -190,12 +184,7 @@ class _WeightGradient:
     def add(self, columns: slice, gradient_CV: torch.Tensor, hidden_CH: torch.Tensor) -> None:
         """gradient_CV: of the logits of these columns."""
         assert self._sum_VH is not None
-        sum_VH = self._sum_VH[columns]
-        if gradient_CV.is_cuda and gradient_CV.dtype != sum_VH.dtype:
-            # A 16-bit product summed in float32: unverified on hardware.
-            torch.addmm(sum_VH, gradient_CV.t(), hidden_CH, out_dtype=sum_VH.dtype, out=sum_VH)
-        else:
-            sum_VH.addmm_(gradient_CV.t().to(sum_VH.dtype), hidden_CH.to(sum_VH.dtype))
+        product(gradient_CV.t(), hidden_CH, self._sum_VH[columns], keep=True)
 
     def for_autograd(self) -> torch.Tensor:
         """What is still to be added by whoever adds up gradients: nothing, where `main_grad` has it already.

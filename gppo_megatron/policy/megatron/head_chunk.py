@@ -17,6 +17,24 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def product(first_MK: torch.Tensor, second_KN: torch.Tensor, out_MN: torch.Tensor, keep: bool = False) -> torch.Tensor:
+    """first @ second into `out_MN`, float32 or wider; keep: added to what is there. Nothing is rounded to 16 bits.
+
+    Of a 16-bit `second` a CPU takes both factors in float32, and a GPU takes both as they come, a wider first one
+    rounded: its units have 16-bit factors and a float32 sum. Unverified on hardware.
+    """
+    if second_KN.is_cuda and second_KN.dtype != out_MN.dtype:
+        first_MK = first_MK.to(second_KN.dtype)
+        return torch.addmm(out_MN, first_MK, second_KN, beta=int(keep), out_dtype=out_MN.dtype, out=out_MN)
+    return out_MN.addmm_(first_MK.to(out_MN.dtype), second_KN.to(out_MN.dtype), beta=int(keep))
+
+
+def widened_bytes(weight_VH: torch.Tensor) -> int:
+    """What `product` takes for one column of a 16-bit weight on a CPU."""
+    dtype = statistics_dtype(weight_VH.dtype)
+    return 0 if weight_VH.is_cuda or weight_VH.dtype == dtype else weight_VH.shape[1] * dtype.itemsize
+
+
 class TileShape(NamedTuple):
     rows: int
     columns: int
@@ -92,8 +110,8 @@ class Scratch(Protocol):
     """The buffers of one tile after another, and the passes over a tile's logits."""
 
     @staticmethod
-    def element_bytes(dtype: torch.dtype) -> int:
-        """Bytes of all buffers for one logit of a weight of `dtype`."""
+    def column_bytes(rows: int, weight_VH: torch.Tensor) -> int:
+        """Bytes of all buffers for one column of a tile of so many rows."""
         ...
 
     def __init__(self, columns: Columns) -> None:
@@ -108,35 +126,25 @@ class Scratch(Protocol):
         """Of the loss with respect to the logits before the temperature, [C, V]: float32, or in the weight's dtype."""
         ...
 
-    def as_weight(self, gradient_CV: torch.Tensor) -> torch.Tensor:
-        """What `gradient` returned, in the weight's dtype."""
-        ...
-
 
 class TorchScratch:
     """Taken once: the system would have to give and take such large buffers every time."""
 
     @staticmethod
-    def element_bytes(dtype: torch.dtype) -> int:
-        product = 0 if dtype == statistics_dtype(dtype) else dtype.itemsize
-        return 2 * statistics_dtype(dtype).itemsize + product
+    def column_bytes(rows: int, weight_VH: torch.Tensor) -> int:
+        narrow = weight_VH.dtype.itemsize if weight_VH.is_cuda and weight_VH.dtype.itemsize < 4 else 0
+        return rows * (2 * statistics_dtype(weight_VH.dtype).itemsize + narrow) + widened_bytes(weight_VH)
 
     def __init__(self, columns: Columns) -> None:
         weight_VH = columns.weight_VH
         size = min(columns.tile.rows, len(columns.labels_N)) * min(columns.tile.columns, len(weight_VH))
         self._logits = weight_VH.new_empty(size, dtype=statistics_dtype(weight_VH.dtype))
         self._second = torch.empty_like(self._logits)
-        same = self._logits.dtype == weight_VH.dtype
-        self._product = self._logits if same else weight_VH.new_empty(size)
 
     def logits(self, hidden_CH: torch.Tensor, tile: Columns) -> torch.Tensor:
         """[C, V], over the temperature; overwrites those of the tile before."""
-        shape = len(hidden_CH), len(tile.weight_VH)
-        product_CV = torch.mm(hidden_CH, tile.weight_VH.t(), out=_shaped(self._product, shape))
-        logits_CV = _shaped(self._logits, shape)
-        if self._product is not self._logits:
-            logits_CV.copy_(product_CV)
-        return logits_CV.div_(tile.temperature)
+        logits_CV = shaped(self._logits, (len(hidden_CH), len(tile.weight_VH)))
+        return product(hidden_CH, tile.weight_VH.t(), logits_CV).div_(tile.temperature)
 
     def sums(self, hidden_CH: torch.Tensor, tile: Columns, rows: slice) -> torch.Tensor:
         logits_CV = self.logits(hidden_CH, tile)
@@ -168,15 +176,10 @@ class TorchScratch:
 
     def _exp(self, values_CV: torch.Tensor) -> torch.Tensor:
         """In the second buffer."""
-        return torch.exp(values_CV, out=_shaped(self._second, values_CV.shape))
-
-    def as_weight(self, gradient_CV: torch.Tensor) -> torch.Tensor:
-        if self._product is self._logits:
-            return gradient_CV
-        return _shaped(self._product, gradient_CV.shape).copy_(gradient_CV)
+        return torch.exp(values_CV, out=shaped(self._second, values_CV.shape))
 
 
-def _shaped(buffer: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def shaped(buffer: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """The first elements, as a matrix."""
     return buffer[: math.prod(shape)].view(shape)
 
