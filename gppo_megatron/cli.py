@@ -158,6 +158,9 @@ def _parse(arguments: Sequence[str]) -> Namespace:
     selftest.add_argument(
         "--tolerance", type=above_zero, default=2e-5, metavar="X", help="largest relative difference, default 2e-5"
     )
+    selftest.add_argument(
+        "--folder", metavar="PATH", help="one that all nodes see, for checkpoints; default: temporary"
+    )
     add_service_arguments(
         commands.add_parser("serve-verifiers", help="judge programs for other machines", allow_abbrev=False)
     )
@@ -328,15 +331,17 @@ def _selftest(options: Namespace, rank: int) -> int:
         from launchers.local import free_port, run_processes
         from launchers.plan import plan_command
 
-        arguments = ("selftest", "--device", options.device, "--tolerance", str(options.tolerance))
-        return run_processes(plan_command(arguments, processes, threads=1, port=free_port()))
+        arguments = ["selftest", "--device", options.device, "--tolerance", str(options.tolerance)]
+        arguments += ["--folder", options.folder] if options.folder else []
+        return run_processes(plan_command(tuple(arguments), processes, threads=1, port=free_port()))
     warnings.filterwarnings("ignore", module="megatron")
     try:
         from gppo_megatron.policy.megatron.platform import device_of
         from gppo_megatron.policy.megatron.selftest import report
     except ModuleNotFoundError as error:
         raise _missing_package(error) from None
-    return 0 if report(processes, device_of(options.device), options.tolerance, speaks=rank == 0) else 1
+    folder = Path(options.folder) if options.folder else None
+    return 0 if report(processes, device_of(options.device), options.tolerance, rank == 0, folder) else 1
 
 
 def _inspect(options: Namespace) -> int:

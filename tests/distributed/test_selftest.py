@@ -17,9 +17,14 @@ def test_two_processes_agree_with_one_in_every_layout() -> None:
     done = selftest("--nproc", "2")
     assert done.returncode == 0, done.stderr
     headline, *lines, last = done.stdout.splitlines()
-    assert headline.split() == ["layout", "loss", "norm", "weights", "sync"]
-    assert len(lines) == 11
-    assert all(line.endswith("  same") for line in lines)
+    assert headline.split() == ["layout", "loss", "norm", "weights", "bits"]
+    assert len(lines) == 3 * 14
+    begun, resumed, moved = (lines[place::3] for place in range(3))
+    assert all(line.endswith("  same") for line in begun)
+    assert {line.split(maxsplit=1)[1].strip() for line in resumed} == {"0.0e+00  0.0e+00  0.0e+00  same"}
+    assert moved[0].startswith("  resumed from one process ")
+    assert all(line.startswith("  resumed from the layout before ") for line in moved[1:11])
+    assert sum(line.startswith("experts: ") for line in begun) == 3
     assert last == "all equal to one process within 2e-05, 2 processes"
     assert "Traceback" not in done.stderr
 

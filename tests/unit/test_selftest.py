@@ -1,12 +1,15 @@
 """What the self-test runs and when it fails; that it runs is tested with several processes."""
 
 import math
+from pathlib import Path
 
 import pytest
 
 from gppo_megatron.cli import main
-from gppo_megatron.config.schema import Memory, Parallel
-from gppo_megatron.policy.megatron.selftest import Difference, Layout, layouts_for
+from gppo_megatron.errors import ConfigError
+from gppo_megatron.policy.megatron import optimizer_state
+from gppo_megatron.policy.megatron.platform import CPU
+from gppo_megatron.policy.megatron.selftest import Difference, layouts_for, report, run
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4, 6, 8])
@@ -34,13 +37,28 @@ def test_four_processes_try_everything() -> None:
         ({"weights": 1e-4}, False),
         ({"weights": math.nan}, False),
         ({"norm": math.nan}, False),
-        ({"synced": False}, False),
+        ({"same": False}, False),
+        ({"same": None}, True),
     ],
 )
 def test_any_difference_fails(difference: dict[str, float], passes: bool) -> None:
-    plain = {"loss": 0.0, "norm": 1e-6, "weights": 1e-6, "synced": True}
-    layout = Layout(Parallel(), Memory())
-    assert Difference(layout, **{**plain, **difference}).passes(2e-5) is passes  # type: ignore[arg-type]
+    plain = {"loss": 0.0, "norm": 1e-6, "weights": 1e-6, "same": True}
+    assert Difference("tensor 2", **{**plain, **difference}).passes(2e-5) is passes  # type: ignore[arg-type]
+
+
+def test_a_resumed_step_that_differs_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    set_steps = optimizer_state._set_steps
+    monkeypatch.setattr(optimizer_state, "_set_steps", lambda state, _, adam: set_steps(state, 0, adam))
+    assert not report(1, CPU, 2e-5, speaks=True)
+    _, begun, resumed, moved, *_ = capsys.readouterr().out.splitlines()
+    assert begun.endswith("  same")
+    assert resumed.endswith("  DIFFER  FAILED")
+    assert moved.endswith("  FAILED")
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--folder: there is no folder .*nowhere; name one that all nodes share"):
+        next(run(1, CPU, tmp_path / "nowhere"))
 
 
 def test_torchrun_decides_the_number_of_processes(
