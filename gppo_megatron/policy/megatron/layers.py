@@ -41,7 +41,7 @@ def _stored_names(parts: Any) -> dict[str, str]:
     """Under which names the layer's norms are stored: those of Transformer Engine, where the norm before a plain MLP is
     part of a linear, and the norm before experts a module of its own."""
     names: dict[str, str] = parts.sharded_state_dict_keys_map
-    sparse = parts.mlp.module is MoELayer
+    sparse = MoELayer in (getattr(parts.mlp, "module", None), getattr(parts.mlp, "func", None))  # a partial since 0.19
     return {ours: stored for ours, stored in names.items() if not (sparse and ours == "pre_mlp_layernorm.")}
 
 

@@ -11,14 +11,17 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import megatron.core.models.common.embeddings.rope_utils as rope_utils
 import megatron.core.tensor_parallel.mappings as mappings
 import megatron.core.tensor_parallel.random as megatron_random
 import megatron.core.transformer.moe.moe_utils as moe_utils
 import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.mlp import MLP
 
 from gppo_megatron.errors import ConfigError
+from gppo_megatron.policy.megatron.elementwise import gated, rotated
 
 CPU = torch.device("cpu")
 FACTORIES = (
@@ -77,6 +80,7 @@ def adapt(device: torch.device) -> None:
     _replace_streams()
     _replace_tensor_methods()
     _deal_tokens_out()
+    rope_utils._apply_rotary_pos_emb_bshd, MLP.forward = rotated, gated
 
 
 def _answer_device_questions() -> None:
