@@ -20,6 +20,7 @@ from gppo_megatron.data.model_folder import ModelFolder
 from gppo_megatron.errors import ConfigError, SyncError
 from gppo_megatron.metrics import StepMetrics
 from gppo_megatron.policy.api import WeightSync
+from gppo_megatron.rollout.directory import workers_of
 from gppo_megatron.rollout.embedded import EmbeddedEngine
 from gppo_megatron.rollout.engine import Engine, Request, Sampling
 from gppo_megatron.rollout.event_loop import EventLoop
@@ -98,7 +99,10 @@ def open_rollouts(
         case SglangRollout() | VllmRollout() as rollout:
             vocab = model_folder.architecture.vocab
             make = SglangServer if isinstance(rollout, SglangRollout) else partial(VllmServer, vocab=vocab)
-            with EventLoop() as loop, clients(make, rollout.addresses, rollout.stall_seconds, loop) as servers:
+            with (
+                EventLoop() as loop,
+                clients(make, located(rollout, loop, world), rollout.stall_seconds, loop) as servers,
+            ):
                 if world.rank == 0:
                     loop.run(until_up(servers, rollout.recovery_seconds))
                 fleet, sync = served(config, rollout, model_folder, device, world, loop, servers)
@@ -148,6 +152,19 @@ async def described(server: SglangServer) -> dict[str, str]:
     return {"name": name, **(sums or {})}
 
 
+def located(rollout: SglangRollout | VllmRollout, loop: EventLoop, world: Team) -> tuple[str, ...]:
+    """Collective: the addresses of the run's servers. Raises what `workers_of` does."""
+
+    async def listed(router: str) -> tuple[str, ...]:
+        async with httpx.AsyncClient(timeout=CONNECT_SECONDS) as client:
+            return await workers_of(OverHttp(router.rstrip("/"), client), rollout.recovery_seconds)
+
+    if rollout.router is None:
+        return rollout.addresses
+    addresses: tuple[str, ...] = world.gather(loop.run(listed(rollout.router)) if world.rank == 0 else ())[0]
+    return addresses
+
+
 @contextmanager
 def clients(make: Any, urls: Sequence[str], stall_seconds: float, loop: EventLoop) -> Iterator[list[Any]]:
     """Servers of one kind, with one connection pool to all of them."""
@@ -173,7 +190,8 @@ async def until_up(servers: Sequence[SglangServer | VllmServer], seconds: float)
         up += answered
         if await is_router(OverHttp(server.url, server.client)):
             raise ConfigError(
-                f"rollout.urls: {server.url} is a router, but weights must reach each of its workers; list theirs"
+                f"rollout.urls: {server.url} is a router, but weights must reach each of its workers; "
+                "set rollout.router to it instead, or list them"
             )
     if not up:
         urls = ", ".join(server.url for server in servers)

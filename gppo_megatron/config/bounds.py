@@ -54,6 +54,7 @@ SERVERS: dict[str, Bound] = {
         "one or more addresses such as http://host:30000, each once",
         _are_servers,
     ),
+    "router": _must("an address such as http://host:30000", lambda url: _are_servers((url,))),
     **dict.fromkeys(("max_new_tokens", "context", "requests"), COUNT),
     **dict.fromkeys(("stall_seconds", "recovery_seconds", "probe_tolerance"), POSITIVE),
 }

@@ -17,6 +17,7 @@ FREE = (
     "batch.micro_batch_tokens",
     "rollout.cache_tokens",
     "rollout.urls",
+    "rollout.router",
     "rollout.start",
     "judge.",
     "diagnostics.peak_tflops",

@@ -34,7 +34,8 @@ class EmbeddedRollout:
 class ServerRollout:
     """What all kinds of rollout servers have in common.
 
-    urls: of servers that are running, on this machine or others. start: or those that the launcher starts.
+    urls: of servers that are running, on this machine or others. router: or of an SGLang router, whose workers they
+        are. start: or those that the launcher starts.
     context: most tokens of a prompt and its response that they take.
     requests: sent to one server at a time, at most. stall_seconds: without news, after which a server counts as lost.
     recovery_seconds: how long a run waits for its servers at its start, and for one when none is left.
@@ -45,6 +46,7 @@ class ServerRollout:
     max_new_tokens: int
     context: int
     urls: tuple[str, ...] | None = None
+    router: str | None = None
     start: Start | None = None
     temperature: float = 1.0
     requests: int = 256
@@ -58,7 +60,7 @@ class ServerRollout:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Of all servers."""
+        """Of all servers, but for those that a router lists."""
         return self.urls or () if self.start is None else self.start.urls
 
 

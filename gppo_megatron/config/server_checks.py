@@ -20,10 +20,10 @@ def server_problems(config: RunConfig) -> Iterator[str]:
     rollout = config.rollout
     if not isinstance(rollout, ServerRollout):
         return
-    places = {"urls": rollout.urls, "start": rollout.start}
+    places = {"urls": rollout.urls, "router": rollout.router, "start": rollout.start}
     given = [name for name, value in places.items() if value is not None]
     if len(given) != 1:
-        yield f"rollout: one of {' and '.join(places)} says where the servers are (got {' and '.join(given) or 'none'})"
+        yield f"rollout: one of urls, router and start says where the servers are (got {' and '.join(given) or 'none'})"
     if rollout.start is not None:
         yield from _start_problems(rollout.start)
 

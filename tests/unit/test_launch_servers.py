@@ -79,7 +79,7 @@ def test_the_embedded_server_is_of_this_installation() -> None:
 @pytest.mark.parametrize(
     ("start", "changed", "problem"),
     [
-        (StartEmbedded(), {"urls": ("http://a:1",)}, "rollout: one of urls and start says where the servers are (got "),
+        (StartEmbedded(), {"urls": ("http://a:1",)}, "rollout: one of urls, router and start says where the ser"),
         (StartEmbedded(port=65_535, count=2), {}, "rollout.start.port: 2 servers need ports up to 65536"),
         (
             StartEmbedded(count=2, gpus=("0",)),
@@ -102,7 +102,7 @@ def test_what_cannot_be_started_is_one_message(start: Start, changed: dict[str, 
 
 def test_servers_that_are_nowhere_are_one_message() -> None:
     config = replace(configured(StartEmbedded()), rollout=SglangRollout(max_new_tokens=4, context=99))
-    with pytest.raises(ConfigError, match=r"rollout: one of urls and start says where .* \(got none\)"):
+    with pytest.raises(ConfigError, match=r"rollout: one of urls, router and start says where .* \(got none\)"):
         check(config)
 
 
