@@ -14,6 +14,7 @@ from uuid import uuid4
 import httpx
 import torch
 
+from gppo_megatron.config.architecture import Architecture
 from gppo_megatron.config.rollouts import EmbeddedRollout, SglangRollout, VllmRollout
 from gppo_megatron.config.schema import RunConfig
 from gppo_megatron.data.model_folder import ModelFolder
@@ -97,8 +98,7 @@ def open_rollouts(
             engine = EmbeddedEngine(model_folder.path, dtype, device, cache_tokens)
             yield Rollouts(engine, InProcess(engine))
         case SglangRollout() | VllmRollout() as rollout:
-            vocab = model_folder.architecture.vocab
-            make = SglangServer if isinstance(rollout, SglangRollout) else partial(VllmServer, vocab=vocab)
+            make = maker_of(rollout, model_folder.architecture)
             with (
                 EventLoop() as loop,
                 clients(make, located(rollout, loop, world), rollout.stall_seconds, loop) as servers,
@@ -106,7 +106,10 @@ def open_rollouts(
                 if world.rank == 0:
                     loop.run(until_up(servers, rollout.recovery_seconds))
                 fleet, sync = served(config, rollout, model_folder, device, world, loop, servers)
-                sampling = Sampling(rollout.temperature, min(PROBE_TOKENS, rollout.max_new_tokens), frozenset())
+                replayed = config.objective.routing == "replayed"
+                sampling = Sampling(
+                    rollout.temperature, min(PROBE_TOKENS, rollout.max_new_tokens), frozenset(), 0, replayed
+                )
                 tolerance = rollout.probe_tolerance or PROBE_TOLERANCE[dtype]
                 probes = Probes(sync, servers, loop, world, sampling, tolerance)
                 try:
@@ -150,6 +153,15 @@ async def described(server: SglangServer) -> dict[str, str]:
     except ServerError:
         sums = None  # older servers have none; the name tells them apart
     return {"name": name, **(sums or {})}
+
+
+def maker_of(rollout: SglangRollout | VllmRollout, model: Architecture) -> Any:
+    """Address and client -> a server."""
+    match rollout:
+        case SglangRollout():
+            return partial(SglangServer, model=model)
+        case VllmRollout():
+            return partial(VllmServer, vocab=model.vocab)
 
 
 def located(rollout: SglangRollout | VllmRollout, loop: EventLoop, world: Team) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ def plan_servers(
     folder = Path(config.run) / FOLDER
     plans = []
     for number, (port, url) in enumerate(zip(start.ports, start.urls, strict=True)):
-        command = (*_command(start, model, rollout.context), "--host", ADDRESS, "--port", str(port))
+        command = (*_command(start, config, model, rollout.context), "--host", ADDRESS, "--port", str(port))
         gpus = {} if start.gpus is None else {"CUDA_VISIBLE_DEVICES": start.gpus[number]}
         given = _environment(start, environment) | {"OMP_NUM_THREADS": str(config.threads)} | gpus
         plans.append(
@@ -46,12 +46,14 @@ def plan_servers(
     return tuple(plans)
 
 
-def _command(start: Start, model: Path, context: int) -> tuple[str, ...]:
+def _command(start: Start, config: RunConfig, model: Path, context: int) -> tuple[str, ...]:
     match start:
         case StartEmbedded():
             return (sys.executable, "-m", "gppo_megatron", "serve-embedded", str(model), "--context", str(context))
         case StartSglang(python=python):
-            return (python, "-m", "sglang.launch_server", "--model-path", str(model), "--context-length", str(context))
+            command = (python, "-m", "sglang.launch_server", "--model-path", str(model))
+            experts = ("--enable-return-routed-experts",) if config.objective.routing == "replayed" else ()
+            return (*command, "--context-length", str(context), *experts)
         case StartVllm(python=python):
             needed = ("--enable-scale-out", "--logprobs-mode", "processed_logprobs")
             command = (python, "-m", "vllm.entrypoints.cli.main", "serve", str(model))

@@ -15,7 +15,7 @@ from gppo_megatron.config.layout import layout_problems
 from gppo_megatron.config.model_folder import folder_problems
 from gppo_megatron.config.number_checks import number_problems
 from gppo_megatron.config.problems import config_error, show
-from gppo_megatron.config.rollouts import ServerRollout
+from gppo_megatron.config.rollouts import VllmRollout
 from gppo_megatron.config.schema import (
     FileData,
     HfModel,
@@ -167,10 +167,10 @@ def _objective_problems(config: RunConfig) -> Iterator[str]:
             f"objective.topk: used by the estimator 'topk' alone, but this run's is {estimator!r}; "
             "remove it, or set objective.estimator: topk"
         )
-    if objective.routing == "replayed" and isinstance(config.rollout, ServerRollout):
+    if objective.routing == "replayed" and isinstance(config.rollout, VllmRollout):
         yield (
             "objective.routing: 'replayed' needs the experts that the sampler sent each token to, which rollout.kind = "
-            f"{config.rollout.kind!r} does not report; set objective.routing: own, or rollout.kind: embedded"
+            f"{config.rollout.kind!r} does not report; set objective.routing: own, or rollout.kind: embedded or sglang"
         )
     aggregation = objective.aggregation or preset.aggregation
     if objective.length is not None and aggregation != "constant_length":

@@ -93,13 +93,18 @@ class EmbeddedEngine:
                 completions |= zip(rows, sampled, strict=True)
         return [completions[row] for row in range(len(requests))]
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether requests may ask which experts their tokens went to."""
+        return self._routers.layers > 0
+
     def _check(self, requests: Sequence[Request]) -> None:
         for request in requests:
             if not request.prompt_ids:
                 raise ValueError("a prompt without tokens cannot be continued")
             if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self._vocab:
                 raise ValueError(f"prompt {request.prompt_ids} has a token outside the vocabulary of {self._vocab}")
-            if request.sampling.experts and not self._routers.layers:
+            if request.sampling.experts and not self.has_experts:
                 raise ValueError("a model without experts cannot report which experts its tokens went to")
 
     def _sample(self, requests: Sequence[Request]) -> list[Completion]:

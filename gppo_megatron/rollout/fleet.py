@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from uuid import uuid4
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gppo_megatron.errors import GppoError, SyncError
 from gppo_megatron.metrics import StepMetrics, Sum
@@ -55,13 +56,15 @@ class _Response:
     versions: list[int] = field(default_factory=list)
     attempts: int = 0
     top: list[dict[int, float]] = field(default_factory=list)
+    experts: NDArray[np.int16] | None = None
 
     @property
     def rest(self) -> Request:
         """What is still to be sampled."""
         sampling = self.request.sampling
         left = sampling.max_new_tokens - len(self.token_ids)
-        rest = Sampling(sampling.temperature, left, sampling.stop_ids, min(sampling.top_tokens, self.vocab))
+        likeliest = min(sampling.top_tokens, self.vocab)
+        rest = Sampling(sampling.temperature, left, sampling.stop_ids, likeliest, sampling.experts)
         return Request(self.request.prompt_ids + tuple(self.token_ids), rest, self.request.seed)
 
     @property
@@ -80,6 +83,7 @@ class _Response:
             versions=np.array(self.versions, dtype=np.int64),
             finish=self.finish,
             top=top_tokens(self.top, self.token_ids, self.logprobs, count, self.vocab) if count else None,
+            experts=self.experts,
         )
 
 
@@ -272,6 +276,11 @@ class Fleet:
         fewest = rest.top_tokens
         if sum(len(place) >= fewest for place in sampled.top) < len(sampled.token_ids) and fewest:
             raise GarbledReplyError(f"{server.url}: reported fewer likely tokens than the {fewest} asked for")
+        if rest.experts and sampled.experts is None and len(sampled.token_ids) > 0:
+            # The server that ends a response tells the experts of all its tokens: the last is left to it.
+            sampled = sampled.first(len(sampled.token_ids) - 1)
+            versions = versions[: len(sampled.token_ids)]
+        response.experts = sampled.experts
         response.top += sampled.top
         response.token_ids += sampled.token_ids
         response.logprobs += sampled.logprobs

@@ -51,6 +51,7 @@ def _trajectory(request: Request, sampled: Sampled) -> Trajectory:
         policy_versions=np.full(before + count, -1, dtype=np.int64),
         finish="length",
         verdict=Verdict(0.0, Status.GRADED),
+        experts=sampled.experts,
     )
 
 

@@ -1,10 +1,13 @@
-"""The likeliest tokens as a server reported them, in the form that training reads."""
+"""The likeliest tokens and the experts as a server reported them, in the form that training reads."""
 
+import base64
 import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
+from gppo_megatron.config.architecture import Architecture
 from gppo_megatron.types import TopTokens
 
 
@@ -30,3 +33,24 @@ def top_tokens(
         if wanted < vocab and left > 0:
             rest[place] = math.log(left)
     return TopTokens(ids, values, rest)
+
+
+def experts_of(text: str, tokens: int, model: Architecture) -> NDArray[np.int16]:
+    """int16 [tokens, layers, k], as `Trajectory.experts`, of what SGLang reports.
+
+    text: base64 of int32 [tokens - 1, layers, k]: it has no row of the last token, and zeros in layers without experts.
+    Raises ValueError where it is anything else.
+    """
+    if model.experts is None:
+        raise ValueError("experts of a model without experts")
+    shape = (tokens - 1, model.layers, model.experts.per_token)
+    read = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
+    if read.size != math.prod(shape):
+        raise ValueError(f"{read.size} experts instead of {' x '.join(map(str, shape))}")
+    sparse = [layer for layer in range(model.layers) if model.experts_in(layer)]
+    chosen = read.reshape(shape)[:, sparse]
+    if chosen.size and not 0 <= chosen.min() <= chosen.max() < model.experts.count:
+        raise ValueError(f"an expert that is none of {model.experts.count}: {chosen.min()} or {chosen.max()}")
+    experts = np.full((tokens, *shape[1:]), -1, np.int16)
+    experts[:-1, sparse] = chosen
+    return experts

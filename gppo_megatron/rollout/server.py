@@ -4,6 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gppo_megatron.rollout.engine import Request
 
 
@@ -14,6 +17,7 @@ class Sampled:
     token_ids, logprobs (nats, of the tempered distribution), versions (the server's name of the weights that sampled
     the token): one entry a token. end: None while the response goes on; "abort" where the server gave up on it.
     top: log-probs of likely tokens, the likeliest among them, at each place; empty where none were asked for.
+    experts: int16 [prompt + n, layers, k] of a response that has ended, as `Completion.experts`; where asked for.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -21,6 +25,11 @@ class Sampled:
     versions: list[str] = field(default_factory=list)
     end: Literal["stop", "length", "abort"] | None = None
     top: list[dict[int, float]] = field(default_factory=list)
+    experts: NDArray[np.int16] | None = None
+
+    def first(self, count: int) -> "Sampled":
+        """Its first tokens, as of a response that has not ended."""
+        return Sampled(self.token_ids[:count], self.logprobs[:count], self.versions[:count], None, self.top[:count])
 
 
 class ServerError(Exception):

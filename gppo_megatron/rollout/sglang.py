@@ -11,9 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import numpy as np
+from numpy.typing import NDArray
 
+from gppo_megatron.config.architecture import Architecture
 from gppo_megatron.rollout.engine import Request
 from gppo_megatron.rollout.over_http import OverHttp, json_of, json_or_nothing, raise_error_inside
+from gppo_megatron.rollout.reported import experts_of
 from gppo_megatron.rollout.server import GarbledReplyError, RefusedError, Sampled, ServerError, ServerLostError
 from gppo_megatron.types import Described, Meeting
 
@@ -28,10 +32,12 @@ class SglangServer:
     """A `rollout.server.Server` that takes weights too.
 
     client: its timeouts bound every wait, reading included, so that a stall shows.
+    model: what it serves; None where no request asks for experts.
     """
 
     url: str
     client: httpx.AsyncClient
+    model: Architecture | None = None
 
     async def generate(self, request: Request, name: str, grown: Callable[[Sampled], None]) -> Sampled:
         """See `Server.generate`. The server's temperature is that of the log-probs; nothing is cut from its tail."""
@@ -39,6 +45,8 @@ class SglangServer:
         weights: set[str] = set()
         async for reply in self._http.stream("/generate", request_body(request, name)):
             sampled = read_reply(reply, self.url)
+            if request.sampling.experts and sampled.end in {"stop", "length"}:
+                sampled.experts = self._experts(reply, len(request.prompt_ids) + len(sampled.token_ids))
             weights.update(sampled.versions[-1:])
             # Only the last piece tells which weights sampled which token, where they changed on the way.
             if sampled.end is not None or len(weights) <= 1:
@@ -46,6 +54,19 @@ class SglangServer:
         if sampled.end is None:
             raise ServerLostError(f"{self.url}: the answer broke off after {len(sampled.token_ids)} tokens")
         return sampled
+
+    def _experts(self, reply: Mapping[str, Any], tokens: int) -> NDArray[np.int16]:
+        """Of all tokens of a finished answer, prompt included. Raises ServerError."""
+        text = reply["meta_info"].get("routed_experts")
+        if text is None or self.model is None:
+            raise RefusedError(
+                f"{self.url}: reports no experts, which objective.routing: replayed needs; start the server with "
+                "--enable-return-routed-experts"
+            )
+        try:
+            return experts_of(text, tokens, self.model)
+        except (ValueError, TypeError) as error:
+            raise GarbledReplyError(f"{self.url}: routed_experts that are none: {error}") from error
 
     async def weights_name(self) -> str:
         """See `Server.weights_name`."""
@@ -137,7 +158,8 @@ class SglangServer:
 def request_body(request: Request, name: str) -> dict[str, Any]:
     """The body of /generate. Every sampling key is named: no default of the server's may cut the distribution."""
     sampling = request.sampling
-    return {
+    experts = {"return_routed_experts": True} if sampling.experts else {}
+    return experts | {
         "rid": name,
         "input_ids": list(request.prompt_ids),
         "sampling_params": {

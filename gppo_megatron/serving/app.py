@@ -1,6 +1,7 @@
 """The routes, and the JSON of SGLang's protocol from the server's side."""
 
 import asyncio
+import base64
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -9,6 +10,7 @@ from secrets import randbits
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, StreamingResponse
@@ -154,7 +156,9 @@ class _Api:
                 raise ValueError(f"input_ids must be token ids in [0, {self._vocab}), at least one")
         stops = frozenset(options.get("stop_token_ids") or ())
         likeliest = body.get("top_logprobs_num") or 0
-        sampling = Sampling(options.get("temperature", 1.0), options.get("max_new_tokens", 128), stops, likeliest)
+        experts = bool(body.get("return_routed_experts")) and self._sampler.has_experts
+        most = options.get("max_new_tokens", 128)
+        sampling = Sampling(options.get("temperature", 1.0), most, stops, likeliest, experts)
         name, samples = body.get("rid") or uuid4().hex, options.get("n", 1)
         seeds = count(options["sampling_seed"]) if "sampling_seed" in options else iter(lambda: randbits(62), None)
         names = [f"{name}-{number}" for number in range(len(prompts) * samples)]
@@ -193,6 +197,9 @@ def _answer(response: Response) -> dict[str, Any]:
     }
     if response.top:
         info["output_top_logprobs"] = [[[lp, token, None] for lp, token in place] for place in response.top]
+    if response.end is not None and response.experts is not None:
+        rows = np.maximum(response.experts[:-1], 0)  # zeros in layers without experts
+        info["routed_experts"] = base64.b64encode(rows.astype("<i4").tobytes()).decode()
     if response.end is not None:
         ends = [*starts[1:], len(names)]
         info["weight_versions"] = [

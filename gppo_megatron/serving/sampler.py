@@ -2,13 +2,15 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from gppo_megatron.errors import SyncError
 from gppo_megatron.rollout.embedded import EmbeddedEngine
-from gppo_megatron.rollout.engine import Completion, Request, Sampling
+from gppo_megatron.rollout.engine import Completion, Request
 
 SEED_STEP = 0x9E3779B97F4A7C15
 """Apart enough, from one token to the next, that no two pieces share their random numbers."""
@@ -16,7 +18,10 @@ SEED_STEP = 0x9E3779B97F4A7C15
 
 @dataclass
 class Response:
-    """One response under way. pieces: told after every piece; the last one has an end."""
+    """One response under way. pieces: told after every piece; the last one has an end.
+
+    experts: int16 [prompt + n, layers, k], as `Completion.experts`: every piece reads all tokens again.
+    """
 
     name: str
     request: Request
@@ -25,13 +30,14 @@ class Response:
     logprobs: list[float] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
     top: list[list[tuple[float, int]]] = field(default_factory=list)
+    experts: NDArray[np.int16] | None = None
     end: str | None = None
 
     def piece(self, tokens: int) -> Request:
         """What to sample next: at most `tokens` of what is missing."""
         sampling = self.request.sampling
         left = min(tokens, sampling.max_new_tokens - len(self.token_ids))
-        next_tokens = Sampling(sampling.temperature, left, sampling.stop_ids, sampling.top_tokens)
+        next_tokens = replace(sampling, max_new_tokens=left)
         seed = (self.request.seed + SEED_STEP * len(self.token_ids)) % 2**62
         return Request(self.request.prompt_ids + tuple(self.token_ids), next_tokens, seed)
 
@@ -39,6 +45,7 @@ class Response:
         self.token_ids += completion.token_ids.tolist()
         self.logprobs += [float(logprob) for logprob in completion.logprobs]
         self.versions += [weights] * len(completion.token_ids)
+        self.experts = completion.experts
         if completion.top is not None:
             for ids, logprobs in zip(completion.top.ids.tolist(), completion.top.logprobs.tolist(), strict=True):
                 self.top.append([(logprob, token) for logprob, token in zip(logprobs, ids, strict=True) if token >= 0])
@@ -73,6 +80,10 @@ class Sampler:
     @property
     def running(self) -> int:
         return len(self._active)
+
+    @property
+    def has_experts(self) -> bool:
+        return self._engine.has_experts
 
     def submit(self, response: Response) -> None:
         """Begin a response. Raises ValueError where it does not fit the model, or its name is in use."""
@@ -127,8 +138,8 @@ class Sampler:
         if not responses:
             self._work.clear()
             return
-        likeliest = responses[0].request.sampling.top_tokens  # the engine takes one number of them at a time
-        responses = [each for each in responses if each.request.sampling.top_tokens == likeliest]
+        reported = _reported(responses[0])  # the engine reports the same of all requests of a batch
+        responses = [each for each in responses if _reported(each) == reported]
         requests = [response.piece(self._tokens_a_piece) for response in responses]
         try:
             completions = await asyncio.to_thread(self._engine.generate, requests)
@@ -140,3 +151,8 @@ class Sampler:
                 response.add(completion, self.weights)
             if response.end is not None:
                 self._active.pop(response.name, None)
+
+
+def _reported(response: Response) -> tuple[int, bool]:
+    """What is asked of its tokens beside their log-probs."""
+    return response.request.sampling.top_tokens, response.request.sampling.experts

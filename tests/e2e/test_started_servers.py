@@ -177,3 +177,13 @@ def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
     assert (status, len(errors.splitlines())) == (2, 1)
     assert f"rollout.start.port: {ADDRESS}:{port} cannot be served at: Address already in use; choose" in errors
     assert not os.path.exists(tmp_path / "run")
+
+
+@pytest.mark.timeout(600)
+def test_training_replays_the_experts_that_servers_report(tmp_path: Path) -> None:
+    overrides = ("steps=2", "parallel.tensor=1", "model.experts=4", "objective.routing=replayed")
+    status, errors = ended(launch(recipe(tmp_path, StartEmbedded(port=ports(1)), *overrides)), tmp_path)
+    assert status == 0, errors
+    steps = steps_of(tmp_path)
+    assert len(steps) == 2
+    assert all(0 < line["policy/sampler_gap_max"] < 1e-5 for line in steps)

@@ -568,10 +568,11 @@ def test_what_cannot_replay_is_refused(tmp_path: Path) -> None:
     config = configure(tmp_path, "objective.routing=replayed", "model.experts=4")
     check(config)
     assert "anchor rollout, routing replayed" in str(resolve_objective(config))
-    servers = SglangRollout(max_new_tokens=16, urls=("http://a:1",), context=64)
+    check(replace(config, rollout=SglangRollout(max_new_tokens=16, urls=("http://a:1",), context=64)))
+    servers = VllmRollout(max_new_tokens=16, urls=("http://a:1",), context=64)
     assert problems(replace(config, rollout=servers)) == [
         "objective.routing: 'replayed' needs the experts that the sampler sent each token to, which rollout.kind = "
-        "'sglang' does not report; set objective.routing: own, or rollout.kind: embedded"
+        "'vllm' does not report; set objective.routing: own, or rollout.kind: embedded or sglang"
     ]
     assert problems(configure(tmp_path, "objective.routing=replayed")) == [
         "objective.routing: the model has no experts to send tokens to (got 'replayed'); own would do"
