@@ -12,6 +12,7 @@ from uuid import uuid4
 
 import numpy as np
 from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.responses import Response as HttpResponse
@@ -70,6 +71,8 @@ def _answering(handler: Any) -> Any:
         try:
             text = await http.body()
             reply = await handler(json.loads(text) if text else {})
+        except ClientDisconnect:
+            return HttpResponse(status_code=400)  # to nobody
         except (ValueError, KeyError, TypeError, SyncError) as error:
             reason = f"{type(error).__name__}: {error}" if isinstance(error, KeyError | TypeError) else str(error)
             return JSONResponse({"success": False, "error": {"message": reason, "code": 400}}, status_code=400)
