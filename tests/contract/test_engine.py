@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -21,12 +22,14 @@ from gppo_megatron.rollout.engine import Engine, Request, Sampling
 from gppo_megatron.rollout.event_loop import EventLoop
 from gppo_megatron.rollout.fleet import Fleet, Patience
 from gppo_megatron.rollout.sglang import SglangServer
+from gppo_megatron.rollout.vllm import VllmServer
 from gppo_megatron.types import Alone
 from gppo_megatron.weight_sync.disk import Disk
 from gppo_megatron.weight_sync.distributed import Broadcast
 from gppo_megatron.weight_sync.servers import ToServers, Transport
 from gppo_megatron.weight_sync.tensor import InBody
 from tests.served import CONTEXT, VOCAB, served, serving_process
+from tests.vllm_served import vllm_served
 
 Weights = dict[str, torch.Tensor]
 Way = Callable[[Path, EventLoop], Transport]
@@ -34,10 +37,11 @@ Way = Callable[[Path, EventLoop], Transport]
 
 @dataclass(frozen=True)
 class Subject:
-    """An engine without weights, and how weights reach it."""
+    """An engine without weights, and how weights reach it. rounding: how far its log-probs may be off, in nats."""
 
     engine: Engine
     publish: Callable[[int, Iterable[tuple[str, torch.Tensor]]], None]
+    rounding: float = 1e-5
 
 
 @contextmanager
@@ -47,11 +51,13 @@ def embedded(folder: Path) -> Iterator[Subject]:
 
 
 @contextmanager
-def over_http(folder: Path, urls: Sequence[str], transport: Way) -> Iterator[Subject]:
+def over_http(
+    folder: Path, urls: Sequence[str], transport: Way, server: Callable[[str, httpx.AsyncClient], Any] = SglangServer
+) -> Iterator[Subject]:
     """A fleet over servers, and one way to carry weights."""
     with EventLoop() as loop:
         client = httpx.AsyncClient(timeout=60)
-        servers = [SglangServer(url, client) for url in urls]
+        servers = [server(url, client) for url in urls]
         fleet = Fleet(servers, loop, lambda name: sync.version_of(name), VOCAB, CONTEXT, Patience())
         way = transport(folder, loop)
         sync = ToServers(servers, way, loop, Alone(), "run", fleet.admit)
@@ -65,6 +71,17 @@ def over_http(folder: Path, urls: Sequence[str], transport: Way) -> Iterator[Sub
 @contextmanager
 def two_served(folder: Path, transport: Way) -> Iterator[Subject]:
     with served(folder) as one, served(folder) as two, over_http(folder, (one, two), transport) as subject:
+        yield subject
+
+
+@contextmanager
+def two_of_vllm(folder: Path) -> Iterator[Subject]:
+    server = partial(VllmServer, vocab=VOCAB)
+    with (
+        vllm_served(folder) as one,
+        vllm_served(folder) as two,
+        over_http(folder, (one, two), by_disk, server) as subject,
+    ):
         yield subject
 
 
@@ -118,6 +135,7 @@ SUBJECTS = {
     "disk": partial(two_served, transport=by_disk),
     "tensor": partial(two_served, transport=in_body),
     "broadcast": by_broadcast,
+    "vllm": two_of_vllm,
 }
 
 
@@ -200,7 +218,7 @@ def test_logprobs_are_those_of_the_published_weights(subject: Subject, folder: P
         for request, completion in zip(requests, subject.engine.generate(requests), strict=True):
             assert set(completion.versions.tolist()) == {version}
             expected = recomputed(folder, published, request, completion.token_ids)
-            np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=1e-5)
+            np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=subject.rounding)
 
 
 ONLY_EMBEDDED = pytest.mark.parametrize("subject", ["embedded"], indirect=True)
