@@ -4,7 +4,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,13 @@ VOCAB, CONTEXT = 21, 64
 @contextmanager
 def served(folder: Path, *faults: str, tokens_a_piece: int = 4) -> Iterator[str]:
     """The URL of a server of the model in `folder`, which holds no weights yet."""
+    with mendable(folder, *faults, tokens_a_piece=tokens_a_piece) as (url, _):
+        yield url
+
+
+@contextmanager
+def mendable(folder: Path, *faults: str, tokens_a_piece: int = 4) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The URL of a server, as `served`, and what ends its faults."""
     engine = EmbeddedEngine(folder, torch.float32, torch.device("cpu"), cache_tokens=4096)
     sampler = Sampler(engine, CONTEXT, tokens_a_piece)
     app = Faulty(serving(sampler, WeightUpdates(sampler), VOCAB, str(folder)), sampler, map(read_fault, faults))
@@ -33,7 +40,7 @@ def served(folder: Path, *faults: str, tokens_a_piece: int = 4) -> Iterator[str]
     while not server.started:
         time.sleep(0.01)
     try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", app.mend
     finally:
         server.should_exit = True
         thread.join()

