@@ -100,7 +100,7 @@ def _supervise(crew: "_Crew", received: Sequence[int], grace_seconds: float, com
             ending = f"; stopped the other {_count(count)}" if count else ""
             print(f"{cause}{ending}", file=sys.stderr)
             return cause.status if cause.status > 0 else 128 - cause.status
-        if fault := companions.watch():
+        if crew.live and (fault := companions.watch()):
             print(f"stopped {_count(crew.stop())}: {fault}", file=sys.stderr)
             return GppoError.exit_code
     return 0

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import pytest
 
 from gppo_megatron.config.load import dump, load
 from gppo_megatron.config.rollouts import SglangRollout
-from gppo_megatron.config.started import ADDRESS, StartEmbedded
+from gppo_megatron.config.started import ADDRESS, StartEmbedded, StartSglang
 from tests.e2e.test_servers import SHORT, launch
 from tests.served import CONTEXT
 
@@ -41,13 +41,18 @@ def ports(count: int) -> int:
         return port
 
 
-def recipe(folder: Path, start: StartEmbedded, *overrides: str) -> Path:
+def recipe(folder: Path, start: StartEmbedded | StartSglang, *overrides: str) -> Path:
     """The demo's recipe, model included, over servers that it starts."""
     config = load(
         "launchers/recipes/demo.yaml", [*SHORT, "warmup.steps=5", "warmup.optimizer.warmup_steps=1", *overrides]
     )
     rollout = SglangRollout(
-        max_new_tokens=config.rollout.max_new_tokens, start=start, context=CONTEXT, sync="disk", stall_seconds=60.0
+        max_new_tokens=config.rollout.max_new_tokens,
+        start=start,
+        context=CONTEXT,
+        sync="disk",
+        stall_seconds=60.0,
+        recovery_seconds=600.0,
     )
     file = folder / "run.yaml"
     file.write_text(dump(replace(config, run=str(folder / "run"), rollout=rollout)), encoding="utf-8")
@@ -85,15 +90,15 @@ def steps_of(folder: Path) -> list[dict[str, float]]:
     return [line for line in lines if line["stage"] == "train" and line["step"] > 0]
 
 
-def wait(process: "subprocess.Popen[str]", condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE
+def wait(process: "subprocess.Popen[str]", condition: Callable[[], bool], seconds: float = DEADLINE) -> None:
+    deadline = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline, "did not come true in time"
         time.sleep(0.2)
 
 
-def ended(process: "subprocess.Popen[str]", folder: Path, outside: Sequence[str] = ()) -> tuple[int, str]:
+def ended(process: "subprocess.Popen[str]", folder: Path) -> tuple[int, str]:
     """Its status and its errors, once it is over and no process of its run is left."""
     _, errors = process.communicate(timeout=DEADLINE)
     deadline = time.monotonic() + 30
@@ -124,7 +129,7 @@ def test_a_server_that_is_killed_comes_back_with_the_right_weights(tmp_path: Pat
     assert said in errors.splitlines()
     steps = steps_of(tmp_path)
     assert all(line["rollout/garbled_replies"] == 0 for line in steps)
-    assert all(0 < line["policy/sampler_gap_max"] < 1e-5 for line in steps)
+    assert all(0 < line["policy/sampler_gap_max"] < 1e-4 for line in steps)
 
     last = int(steps[-1]["step"])
     command = [sys.executable, "-m", "gppo_megatron", "launch", str(file), "--resume", f"steps={last + 2}"]
@@ -186,4 +191,4 @@ def test_training_replays_the_experts_that_servers_report(tmp_path: Path) -> Non
     assert status == 0, errors
     steps = steps_of(tmp_path)
     assert len(steps) == 2
-    assert all(0 < line["policy/sampler_gap_max"] < 1e-5 for line in steps)
+    assert all(0 < line["policy/sampler_gap_max"] < 1e-4 for line in steps)

@@ -15,6 +15,16 @@ from gppo_megatron.weight_sync.distributed import free_port
 
 START_SECONDS = 600
 HERE = Path(__file__).parent
+ARGUMENTS = (
+    "--device", "cpu", "--attention-backend", "torch_native", "--max-total-tokens", "16384",
+    "--max-running-requests", "64", "--mem-fraction-static", "0.2", "--skip-server-warmup",
+)  # fmt: skip
+SETTINGS = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",
+}
 
 
 @dataclass(frozen=True)
@@ -38,16 +48,11 @@ def sglang_server(model: Path, log: Path, port: int | None = None) -> Iterator[R
     """Start a server of the model folder and wait until it serves; every process of it ends with the block."""
     port = port or free_port()
     command = [str(environment() / "bin" / "python"), "-m", "sglang.launch_server", "--model-path", str(model)]
-    command += ["--device", "cpu", "--host", "127.0.0.1", "--port", str(port), "--attention-backend", "torch_native"]
-    command += ["--dtype", "float32", "--max-total-tokens", "16384", "--max-running-requests", "64"]
-    command += ["--mem-fraction-static", "0.2", "--skip-server-warmup"]
-    settings = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", *ARGUMENTS]
     with log.open("w") as output:
         process = subprocess.Popen(
             command,
-            env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-            | settings
-            | {"OMP_NUM_THREADS": "1"},
+            env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | SETTINGS,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
