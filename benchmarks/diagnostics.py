@@ -12,7 +12,8 @@ import argparse
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +27,8 @@ from gppo_megatron.config.architecture import read_architecture
 from gppo_megatron.config.derived import ResolvedObjective
 from gppo_megatron.config.schema import Diagnostics, Optimizer, Parallel
 from gppo_megatron.data.packing import Packer
-from gppo_megatron.objective.policy_gradient import Objective, PolicyGradient, TokenLoss, TokenStreams
+from gppo_megatron.metrics import Metric
+from gppo_megatron.objective.policy_gradient import Objective, PolicyGradient, Seen, TokenLoss, TokenStreams
 from gppo_megatron.objective.presets import PRESETS
 from gppo_megatron.objective.trust_region import TrustRegion
 from gppo_megatron.policy.megatron.divergence import ExactDivergence, HeadDivergence, HeadRows
@@ -60,7 +62,21 @@ class Timed:
         start = time.process_time()
         result = objective(streams)
         self.seconds.append(time.process_time() - start)
-        return result
+        return replace(result, seen=None if result.seen is None else TimedSeen(result.seen, self.seconds))
+
+
+@dataclass(frozen=True)
+class TimedSeen:
+    """What a micro-batch keeps, with the seconds that the look at the whole step takes."""
+
+    seen: Seen
+    seconds: list[float]
+
+    def measure(self, step: "Sequence[TimedSeen]") -> Mapping[str, Metric[torch.Tensor]]:
+        start = time.process_time()
+        metrics = self.seen.measure([one.seen for one in step])
+        self.seconds.append(time.process_time() - start)
+        return metrics
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """What a trust region does at each step, measured beside the loss: no gradient, no influence on it.
 
-Every number is a sum, a weighted mean or a maximum, so that micro-batches and ranks combine exactly. On a small
-micro-batch the number of operations is what costs, so the tokens are looked at once for all probes.
+Every number is a sum, a weighted mean or a maximum, so that ranks combine exactly. On few tokens the number of
+operations is what costs, so those of all micro-batches of a step are looked at together, once for all probes.
 """
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -14,7 +14,7 @@ import torch
 from gppo_megatron.metrics import Max, Mean, Metric
 from gppo_megatron.objective.divergences import Generator
 from gppo_megatron.objective.estimators import token_estimates
-from gppo_megatron.objective.policy_gradient import Objective, TokenLoss, TokenStreams, bounded_ratio
+from gppo_megatron.objective.policy_gradient import Objective, TokenLoss, TokenStreams, bounded_ratio, joined
 from gppo_megatron.objective.presets import TOKEN_ESTIMATORS
 from gppo_megatron.objective.selected import at_least_float32, fraction_of, only
 from gppo_megatron.objective.sequence import Sequences
@@ -31,7 +31,7 @@ MASKED = [
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """A micro-batch as the probes see it.
+    """Tokens as the probes see them.
 
     valid_T: bool, tokens that carry loss and have both log-probs and an advantage.
     estimates_ET: the divergence by each of `TOKEN_ESTIMATORS`, in their order; anything at all where not valid.
@@ -46,23 +46,23 @@ class Measured:
     kept_T: torch.Tensor | None
 
     @classmethod
-    def of(cls, streams: TokenStreams, loss: TokenLoss, generator: Generator) -> "Measured":
+    def of(cls, streams: TokenStreams, kept_T: torch.Tensor | None, generator: Generator) -> "Measured":
         log_pi_T, log_mu_T = at_least_float32(streams.logprobs_T.detach()), at_least_float32(streams.anchor_logprobs_T)
         # 0 times a number is 0, and 0 times anything else is not.
         numbers_T = (log_pi_T + log_mu_T + streams.advantages_T) * 0 == 0
         estimates_ET = torch.stack(token_estimates(generator, log_pi_T, log_mu_T))
-        return cls(streams, log_pi_T, log_mu_T, streams.mask_T & numbers_T, estimates_ET, loss.kept_T)
+        return cls(streams, log_pi_T, log_mu_T, streams.mask_T & numbers_T, estimates_ET, kept_T)
 
 
 class Probe(Protocol):
-    """Measures a micro-batch; called without gradient."""
+    """Measures a step's tokens; called without gradient."""
 
     def __call__(self, measured: Measured) -> Mapping[str, Metric[torch.Tensor]]: ...
 
 
 @dataclass(frozen=True)
 class Diagnosed:
-    """`objective` with the probes' measurements among its metrics; generator: of the divergence they are about."""
+    """`objective`, whose tokens the probes see at the step's end; generator: of the divergence they are about."""
 
     objective: Objective
     generator: Generator
@@ -72,12 +72,28 @@ class Diagnosed:
         loss = self.objective(streams)
         if not self.probes:
             return loss
-        metrics = dict(loss.metrics)
-        with torch.no_grad():
-            measured = Measured.of(streams, loss, self.generator)
-            for probe in self.probes:
-                metrics |= probe(measured)
-        return replace(loss, metrics=metrics)
+        return replace(loss, seen=SeenTokens(streams.detached(), loss.kept_T, self))
+
+    @torch.no_grad()
+    def measure(self, streams: TokenStreams, kept_T: torch.Tensor | None) -> Mapping[str, Metric[torch.Tensor]]:
+        measured = Measured.of(streams, kept_T, self.generator)
+        metrics: dict[str, Metric[torch.Tensor]] = {}
+        for probe in self.probes:
+            metrics |= probe(measured)
+        return metrics
+
+
+@dataclass(frozen=True, eq=False)
+class SeenTokens:
+    """A `Seen`: a micro-batch's streams without gradient, what the loss kept, and who measures them."""
+
+    streams: TokenStreams
+    kept_T: torch.Tensor | None
+    by: Diagnosed
+
+    def measure(self, step: "Sequence[SeenTokens]") -> Mapping[str, Metric[torch.Tensor]]:
+        kept = [one.kept_T for one in step if one.kept_T is not None]
+        return self.by.measure(joined([one.streams for one in step]), torch.cat(kept) if kept else None)
 
 
 OfHead = Callable[[TokenStreams], torch.Tensor]
@@ -112,20 +128,25 @@ class Estimates:
 
     def __call__(self, measured: Measured) -> Mapping[str, Metric[torch.Tensor]]:
         names = [*self.estimators, *(name for name, _ in self.of_head)]
-        own = [measured.estimates_ET[TOKEN_ESTIMATORS.index(name)] for name in self.estimators]
-        value_ET = torch.stack([*own, *(find(measured.streams) for _, find in self.of_head)])
-        valid_ET = measured.valid_T & ~value_ET.isnan()
-        finite_ET = valid_ET & (value_ET < torch.inf)
-        totals_E = torch.where(finite_ET, value_ET, 0.0).sum(1)
-        largest_E = torch.where(finite_ET, value_ET, -torch.inf).amax(1)
-        counts_E, valid_E = finite_ET.sum(1).float(), valid_ET.sum(1).float()
-        above_KE = [((value_ET > threshold) & valid_ET).sum(1).float() for threshold in self.thresholds]
+        own_ET = measured.estimates_ET
+        if self.estimators != TOKEN_ESTIMATORS:
+            own_ET = own_ET[[TOKEN_ESTIMATORS.index(name) for name in self.estimators]]
+        further = [find(measured.streams)[None] for _, find in self.of_head]
+        value_ET = torch.cat([own_ET, *further]) if further else own_ET
+        finite_ET = value_ET < torch.inf  # not NaN either
+        # Of the valid tokens: the tails, any number at all, a finite number.
+        bounds_F11 = value_ET.new_tensor([*self.thresholds, -torch.inf])[:, None, None]
+        flags_FET = torch.cat([value_ET > bounds_F11, finite_ET[None]]) & measured.valid_T
+        selected_ET = flags_FET[-1]
+        totals = torch.where(selected_ET, value_ET, 0.0).sum(1).unbind()
+        largest = torch.where(selected_ET, value_ET, -torch.inf).amax(1).unbind()
+        *above, valid, counts = (of_all.unbind() for of_all in flags_FET.sum(2, dtype=totals[0].dtype).unbind())
         metrics: dict[str, Metric[torch.Tensor]] = {}
         for place, name in enumerate(names):
-            metrics[f"estimate/{name}"] = Mean(totals_E[place], counts_E[place])
-            metrics[f"estimate/{name}_max"] = Max(largest_E[place])
-            for threshold, above_E in zip(self.thresholds, above_KE, strict=True):
-                metrics[f"estimate/{name}_above_{threshold:g}"] = Mean(above_E[place], valid_E[place])
+            metrics[f"estimate/{name}"] = Mean(totals[place], counts[place])
+            metrics[f"estimate/{name}_max"] = Max(largest[place])
+            for threshold, of_all in zip(self.thresholds, above, strict=True):
+                metrics[f"estimate/{name}_above_{threshold:g}"] = Mean(of_all[place], valid[place])
         return metrics
 
 
@@ -155,16 +176,18 @@ class BoundTerms:
 
     def __call__(self, measured: Measured) -> Mapping[str, Metric[torch.Tensor]]:
         sequences = Sequences.of(measured.streams)
-        usable_B = (sequences.sums((~measured.valid_T).float()) == 0) & (sequences.counts_B > 0)
-        usable_T = measured.streams.mask_T & usable_B[sequences.sequence_T]
+        # Valid tokens are loss tokens.
+        valid_B = torch.zeros_like(sequences.counts_B).index_add_(0, sequences.sequence_T, measured.valid_T.long())
+        usable_B = (valid_B == sequences.counts_B) & (valid_B > 0)
+        usable_T = measured.valid_T & usable_B[sequences.sequence_T]
         mc_T = measured.estimates_ET[TOKEN_ESTIMATORS.index("mc")]
         log_ratio_T, advantages_T, mc_T = only(
             usable_T, torch.stack([measured.log_pi_T - measured.log_mu_T, measured.streams.advantages_T, mc_T])
-        )
-        gain_T = advantages_T * (bounded_ratio(log_ratio_T) - 1)
-        remainder_T = gain_T * (1 - bounded_ratio(sequences.later(log_ratio_T)))
-        surrogate, remainder, divergence = torch.stack([gain_T, remainder_T, mc_T]).sum(1)
-        used = usable_B.sum().float()
+        ).unbind()
+        now_T, later_T = bounded_ratio(torch.stack([log_ratio_T, sequences.later(log_ratio_T)])).sub_(1).unbind()
+        gain_T = advantages_T * now_T
+        surrogate, remainder, divergence = torch.stack([gain_T, -gain_T * later_T, mc_T]).sum(1).unbind()
+        used = usable_B.sum(dtype=surrogate.dtype)
         return {
             "bound/surrogate": Mean(surrogate, used),
             "bound/remainder": Mean(remainder, used),

@@ -1,8 +1,9 @@
 """Per-token losses. `TokenStreams` in, `TokenLoss` out; nothing here sums over tokens (see `reduce`)."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
 
 import torch
 
@@ -45,17 +46,49 @@ class TokenStreams:
     exact_T: torch.Tensor | None = None
     squares_T: torch.Tensor | None = None
 
+    def detached(self) -> "TokenStreams":
+        """The same without gradient."""
+        return replace(self, logprobs_T=self.logprobs_T.detach(), entropy_T=self.entropy_T.detach())
+
+
+def joined(parts: Sequence[TokenStreams]) -> TokenStreams:
+    """The streams of several micro-batches one after the other; all have the same ones."""
+    if len(parts) == 1:
+        return parts[0]
+    streams = [[getattr(part, field.name) for part in parts] for field in fields(TokenStreams)]
+    return TokenStreams(*map(_joined, streams))
+
+
+def _joined(values: list[Any]) -> Any:
+    match values[0]:
+        case torch.Tensor():
+            return torch.cat(values)
+        case tuple():
+            return tuple(itertools.chain.from_iterable(values))
+        case _:
+            return None
+
+
+class Seen(Protocol):
+    """What one micro-batch keeps for a look at all tokens of the step."""
+
+    def measure(self, step: Sequence[Any]) -> Mapping[str, Metric[torch.Tensor]]:
+        """Of all micro-batches of the step, this one among them, seen by the same objective."""
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class TokenLoss:
     """loss_T: float32 [T], exactly 0 (and with zero gradient) outside the mask. metrics: 0-dimensional tensors.
 
     kept_T: bool [T], tokens whose update a trust region lets pass; None where the objective has none.
+    seen: what is to be measured once all micro-batches of the step have run; None where that is nothing.
     """
 
     loss_T: torch.Tensor
     metrics: Mapping[str, Metric[torch.Tensor]]
     kept_T: torch.Tensor | None = None
+    seen: "Seen | None" = None
 
 
 class Objective(Protocol):

@@ -371,8 +371,8 @@ FAMILY = (
     Fault(
         "remainder-of-the-token-itself",
         DIAGNOSTICS,
-        "bounded_ratio(sequences.later(log_ratio_T))",
-        "bounded_ratio(sequences.later(log_ratio_T) + log_ratio_T)",
+        "torch.stack([log_ratio_T, sequences.later(log_ratio_T)])",
+        "torch.stack([log_ratio_T, sequences.later(log_ratio_T) + log_ratio_T])",
         DIAGNOSTICS_TEST,
     ),
     Fault(
@@ -383,10 +383,17 @@ FAMILY = (
         DIAGNOSTICS_TEST,
     ),
     Fault(
+        "last-micro-batch-alone-diagnosed",
+        DIAGNOSTICS,
+        "joined([one.streams for one in step]), torch.cat(kept) if kept else None)",
+        "joined([one.streams for one in step[-1:]]), kept[-1] if kept else None)",
+        DIAGNOSTICS_TEST,
+    ),
+    Fault(
         "tokens-without-an-estimate-in-its-tail",
         DIAGNOSTICS,
-        "measured.valid_T & ~value_ET.isnan()",
-        "measured.valid_T.expand_as(value_ET)",
+        "of_all.unbind() for of_all in flags_FET.sum(2,",
+        "of_all.unbind() for of_all in flags_FET.logical_or(~finite_ET).sum(2,",
         DIAGNOSTICS_TEST,
     ),
     Fault(

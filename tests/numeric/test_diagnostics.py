@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from gppo_megatron.build_objective import diagnosed
 from gppo_megatron.config.derived import ResolvedObjective
 from gppo_megatron.config.schema import Diagnostics
-from gppo_megatron.metrics import Metric, StepMetrics
+from gppo_megatron.metrics import Metric
 from gppo_megatron.objective.diagnostics import (
     BoundTerms,
     Diagnosed,
@@ -23,7 +24,13 @@ from gppo_megatron.objective.diagnostics import (
 )
 from gppo_megatron.objective.divergences import Generator, generator_of
 from gppo_megatron.objective.estimators import ESTIMATORS, token_estimates
-from gppo_megatron.objective.policy_gradient import MaximumLikelihood, PolicyGradient, TokenLoss, TokenStreams
+from gppo_megatron.objective.policy_gradient import (
+    MaximumLikelihood,
+    Objective,
+    PolicyGradient,
+    TokenLoss,
+    TokenStreams,
+)
 from gppo_megatron.objective.presets import DIVERGENCES, PRESETS, TOKEN_ESTIMATORS, Cell
 from gppo_megatron.objective.sequence import Sequences
 from gppo_megatron.objective.trust_region import TrustRegion
@@ -47,7 +54,14 @@ PROBES: tuple[Probe, ...] = (Estimates(("mc", "atomic", "binary"), (0.01, 0.1)),
 def measured(
     probe: Probe, streams: TokenStreams, loss: TokenLoss | None = None, generator: Generator = KL
 ) -> dict[str, float]:
-    return numbers_of(dict(probe(Measured.of(streams, loss or GPPO(streams), generator))))
+    return numbers_of(dict(probe(Measured.of(streams, (loss or GPPO(streams)).kept_T, generator))))
+
+
+def metrics_of(objective: Objective, *micro_batches: TokenStreams) -> Mapping[str, Metric[torch.Tensor]]:
+    """What a step of these measures of all tokens together."""
+    seen = [loss.seen for loss in map(objective, micro_batches) if loss.seen is not None]
+    assert len(seen) == len(micro_batches)
+    return seen[0].measure(seen)
 
 
 def resolved(estimator: str) -> ResolvedObjective:
@@ -187,7 +201,7 @@ def test_disagreement(estimator: str) -> None:
     assert 0.02 < expected < 0.5
     given = Diagnostics(("atomic", "binary"), masked=False, bound=False, exact_sample=int(estimator != "exact"))
     numbers = numbers_of(
-        dict(diagnosed(lambda s: TokenLoss(s.logprobs_T, {}), resolved(estimator), given)(streams).metrics)
+        dict(metrics_of(diagnosed(lambda s: TokenLoss(s.logprobs_T, {}), resolved(estimator), given), streams))
     )
     assert numbers["decision/differs_atomic"] == pytest.approx(expected)
     assert numbers["estimate/exact"] == pytest.approx(float(exact_T[streams.mask_T & known_T].mean()))
@@ -199,18 +213,17 @@ def test_disagreement(estimator: str) -> None:
 
 def test_no_comparison_where_the_exact_divergence_is_not_worked_out() -> None:
     streams = random_streams(4, (9,))
-    numbers = diagnosed(GPPO, resolved("atomic"), Diagnostics())(streams).metrics
+    numbers = metrics_of(diagnosed(GPPO, resolved("atomic"), Diagnostics()), streams)
     assert not any(name.startswith("decision") or "exact" in name for name in numbers)
-    topk = diagnosed(GPPO, resolved("topk"), Diagnostics())(
-        replace(streams, divergence_T=streams.logprobs_T * 0)
-    ).metrics
+    with_top = replace(streams, divergence_T=streams.logprobs_T.detach() * 0)
+    topk = metrics_of(diagnosed(GPPO, resolved("topk"), Diagnostics()), with_top)
     assert float(topk["estimate/topk"].value) == 0
     assert not any(name.startswith("decision") for name in topk)
 
 
 def test_a_head_that_was_not_asked_is_an_error() -> None:
     with pytest.raises(ValueError, match="no exact divergence"):
-        diagnosed(GPPO, resolved("atomic"), Diagnostics(exact_sample=1))(random_streams(4, (9,)))
+        metrics_of(diagnosed(GPPO, resolved("atomic"), Diagnostics(exact_sample=1)), random_streams(4, (9,)))
 
 
 def test_diagnostics_change_neither_loss_nor_gradient() -> None:
@@ -218,27 +231,30 @@ def test_diagnostics_change_neither_loss_nor_gradient() -> None:
     diagnosed, plain = Diagnosed(GPPO, KL, PROBES)(streams), GPPO(streams)
     assert torch.equal(diagnosed.loss_T, plain.loss_T)
     assert torch.equal(gradient_of(Diagnosed(GPPO, KL, PROBES), streams), gradient_of(GPPO, streams))
-    assert set(plain.metrics) < set(diagnosed.metrics)
-    assert not any(name in plain.metrics for probe in PROBES for name in probe(Measured.of(streams, plain, KL)))
+    assert set(plain.metrics) == set(diagnosed.metrics)
+    measured_too = metrics_of(Diagnosed(GPPO, KL, PROBES), streams)
+    assert measured_too
+    assert not set(plain.metrics) & set(measured_too)
+    assert not any(value.requires_grad for metric in measured_too.values() for value in vars(metric).values())
 
 
-def test_micro_batches_combine_exactly() -> None:
+def test_micro_batches_are_measured_together() -> None:
+    """Their tokens one after the other, and their sequences, with what the head worked out of some tokens."""
     whole = random_streams(3, (4, 3, 5), spread=0.5)
-    parts = StepMetrics()
+    whole = replace(whole, exact_T=torch.where(torch.arange(12) % 3 == 1, whole.logprobs_T.detach().abs(), torch.nan))
+    parts = []
     for place, rows in ((slice(0, 4), (4,)), (slice(4, 12), (3, 5))):
-        part = TokenStreams(
-            *(stream[place] for stream in (whole.logprobs_T, whole.entropy_T, whole.anchor_logprobs_T)),
-            *(stream[place] for stream in (whole.sampler_logprobs_T, whole.advantages_T, whole.age_T, whole.mask_T)),
-            rows,
-        )
-        metrics: dict[str, Metric[torch.Tensor]] = dict(Diagnosed(GPPO, KL, PROBES)(part).metrics)
-        parts.merge(StepMetrics(metrics))  # type: ignore[arg-type]
-    together = StepMetrics(dict(Diagnosed(GPPO, KL, PROBES)(whole).metrics)).flat()  # type: ignore[arg-type]
-    assert parts.flat() == pytest.approx(together, nan_ok=True, rel=1e-6)
+        tensors = {name: value[place] for name, value in vars(whole).items() if isinstance(value, torch.Tensor)}
+        parts.append(replace(whole, **tensors, lengths=rows))
+    objective = diagnosed(GPPO, resolved("atomic"), Diagnostics(exact_sample=1))
+    together, apart = (numbers_of(dict(metrics_of(objective, *given))) for given in ((whole,), parts))
+    assert apart == pytest.approx(together, nan_ok=True, rel=1e-12)
+    first = numbers_of(dict(metrics_of(objective, parts[0])))
+    assert first != pytest.approx(together, nan_ok=True, rel=1e-3)
 
 
 @settings(max_examples=60, deadline=None)
 @given(POISONS, MASKS)
 def test_values_that_are_not_finite_never_leak(poison: list[Poison], mask: list[bool]) -> None:
     _, ill = poisoned(poison, mask)
-    assert_finite(Diagnosed(GPPO, KL, PROBES)(ill))
+    assert_finite(replace(GPPO(ill), metrics=metrics_of(Diagnosed(GPPO, KL, PROBES), ill)))

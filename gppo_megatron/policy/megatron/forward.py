@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 
 from gppo_megatron.metrics import Last, Max, Mean, Metric, StepMetrics, Sum
-from gppo_megatron.objective.policy_gradient import Objective, TokenStreams
+from gppo_megatron.objective.policy_gradient import Objective, Seen, TokenStreams
 from gppo_megatron.objective.reduce import total
 from gppo_megatron.policy.megatron.arrangement import ELSEWHERE, Arrangement, Grid
 from gppo_megatron.policy.megatron.divergence import HeadDivergence, HeadRows
@@ -30,7 +30,14 @@ class MegatronLoss(NamedTuple):
 
     loss: torch.Tensor
     num_tokens: torch.Tensor
+    recorded: "Recorded"
+
+
+class Recorded(NamedTuple):
+    """Of one micro-batch. seen: what is measured of the whole step's tokens."""
+
     metrics: Mapping[str, Metric[torch.Tensor]]
+    seen: Seen | None
 
 
 class Placed(NamedTuple):
@@ -196,7 +203,9 @@ class Forward:
         loss = total(token_loss.loss_T, batch.share_T.to(self.device))
         # Megatron may scale the loss it is given in place: the recorded value is a copy.
         metrics = {**token_loss.metrics, "loss/total": Sum(loss.detach().clone())}
-        return MegatronLoss(loss, torch.ones((), dtype=torch.int, device=self.device), metrics)
+        return MegatronLoss(
+            loss, torch.ones((), dtype=torch.int, device=self.device), Recorded(metrics, token_loss.seen)
+        )
 
 
 class MeasuredRows(NamedTuple):
@@ -257,9 +266,12 @@ def _picked(batch: MicroBatch) -> torch.Tensor:
     return batch.mask_T.nonzero().squeeze(1) if batch.mask_T.any() else torch.zeros(1, dtype=torch.int64)
 
 
-def read_metrics(collected: list[Mapping[str, Metric[torch.Tensor]]]) -> StepMetrics:
-    """Micro-batches' metrics as numbers, read from the device in one transfer and combined."""
-    flat = [(name, metric) for metrics in collected for name, metric in metrics.items()]
+def read_metrics(collected: Sequence[Recorded]) -> StepMetrics:
+    """A step's metrics as numbers, read from the device in one transfer and combined."""
+    seen = [recorded.seen for recorded in collected if recorded.seen is not None]
+    of_step = [seen[0].measure(seen)] if seen else []
+    metrics_of = [*(recorded.metrics for recorded in collected), *of_step]
+    flat = [(name, metric) for metrics in metrics_of for name, metric in metrics.items()]
     if not flat:
         return StepMetrics()
     numbers = iter(torch.stack([value for _, metric in flat for value in _values(metric)]).tolist())
