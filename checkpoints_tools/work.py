@@ -1,6 +1,5 @@
 """The files of a conversion, written by several processes, one journal entry a finished file: so it can go on later."""
 
-import ctypes
 import hashlib
 import json
 import multiprocessing
@@ -20,12 +19,12 @@ from checkpoints_tools.targets import HashingStream, Placed, Target
 from gppo_megatron.checkpoint.folder import sync
 from gppo_megatron.checkpoint.manifest import FileRecord
 from gppo_megatron.errors import CheckpointError
+from gppo_megatron.parent_death import end_with
 from gppo_megatron.policy.megatron.mapping.pieces import StoredParameter
 
 JOURNAL = ".journal"
 FILE_BYTES = 256 * 2**20
 """A file is the unit of progress and of going on after an interruption."""
-PARENT_DEATH_SIGNAL = 1
 GIB = 2**30
 
 
@@ -137,9 +136,7 @@ def _written(
 
 def _end_with_parent(parent: int) -> None:
     """A writer must not go on writing into a folder that nobody owns any more."""
-    ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(1)
+    end_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent tells
     torch.set_num_threads(1)
 

@@ -21,6 +21,7 @@ def written_record(folder: Path, until: bytes) -> bytes:
 
 def test_metrics_are_logged_by_stage_with_their_own_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # it leaves folders there
     sink = WeightsAndBiases(Wandb("project", mode="offline"), tmp_path, {"seed": 1234567})
     sink.write(17, "warmup", {"policy/nll": 2.53125})
     sink.write(18, "train", {"rollout/reward": 0.21875, "kept/negative": math.nan})

@@ -4,16 +4,12 @@ A checkpoint holds weights and optimizer state by global name and place, so that
 may differ between writing and reading.
 """
 
-import ctypes
-import functools
 import os
 import pickle
 import queue
-import signal
-import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from gppo_megatron.checkpoint.metadata import check
 from gppo_megatron.errors import CheckpointError
+from gppo_megatron.parent_death import forks_end_with_their_parent
 from gppo_megatron.policy.megatron.optimizer_state import RESHARDABLE
 
 FORMAT = {"gppo_state": 3}
@@ -36,8 +33,6 @@ CONTENT = RESHARDABLE | FORMAT
 
 EXTRA_STATE = "_extra_state"
 """What Transformer Engine's modules keep beside their weights: the scales of FP8, and otherwise nothing."""
-
-PR_SET_PDEATHSIG = 1
 
 ShardedState = dict[str, Any]
 """Nested dicts whose leaves are Megatron's descriptions of shards, or plain values that are equal on every process."""
@@ -108,6 +103,7 @@ def write_shards(folder: Path, state: ShardedState, asynchronous: bool) -> Async
     """
     if not isinstance(filesystem_async._results_queue, WriteResults):
         filesystem_async._results_queue = WriteResults()
+        forks_end_with_their_parent()  # a writer that outlives its run would hold the run's folder for ever
     if not asynchronous:
         try:
             dist_checkpointing.save(state, str(folder), content_metadata=dict(CONTENT))
@@ -116,17 +112,8 @@ def write_shards(folder: Path, state: ShardedState, asynchronous: bool) -> Async
         return None
     request = dist_checkpointing.save(state, str(folder), content_metadata=dict(CONTENT), async_sharded_save=True)
     calls = AsyncCallsQueue(persistent=False)
-    write = functools.partial(_dying_with, os.getpid(), request.async_fn)
-    calls.schedule_async_request(request._replace(async_fn=write if request.async_fn else None))
+    calls.schedule_async_request(request)
     return calls
-
-
-def _dying_with(trainer: int, write: Callable[..., None], *arguments: Any, **options: Any) -> None:
-    """In a forked writer: write, but not for a trainer that is gone; on Linux."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == trainer:
-        write(*arguments, **options)
 
 
 def complete(calls: AsyncCallsQueue, wait: bool) -> bool:
