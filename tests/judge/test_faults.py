@@ -1,5 +1,6 @@
 """A sandbox that fails, or a machine too busy to tell, ends in no score, and the next run works again."""
 
+import errno
 import os
 import signal
 import threading
@@ -11,7 +12,7 @@ from gppo_verifiers.code import grader as grading
 from gppo_verifiers.code.grader import Grader
 from gppo_verifiers.code.judge import CodeJudge
 from gppo_verifiers.code.turns import Turns
-from gppo_verifiers.code.types import CallTest, Job, JobState, StdinTest, TestStatus
+from gppo_verifiers.code.types import AssertTest, CallTest, CheckerTest, Job, JobState, StdinTest, TestStatus
 from gppo_verifiers.sandbox.base import End, Facts, IsolationError, Limits
 from gppo_verifiers.sandbox.zygote import ZygoteSandbox
 from gppo_verifiers.types import Answer, Status, Task
@@ -37,7 +38,10 @@ class Scripted:
         return self
 
     def run(self, program):
-        return self.facts.pop(0)
+        facts = self.facts.pop(0)
+        if isinstance(facts, Exception):
+            raise facts
+        return facts
 
     def close(self):
         pass
@@ -49,6 +53,8 @@ class Scripted:
         ([BROKEN, RIGHT], JobState.GRADED, TestStatus.AC),
         ([BROKEN, STARVED, RIGHT], JobState.GRADED, TestStatus.AC),
         ([BROKEN, BROKEN, BROKEN], JobState.INFRA_ERROR, TestStatus.INFRA),
+        ([OSError(errno.EMFILE, "too many files"), MemoryError(), RIGHT], JobState.GRADED, TestStatus.AC),
+        ([OSError(errno.ENOSPC, "no room")] * 3, JobState.INFRA_ERROR, TestStatus.INFRA),
         ([STARVED, STARVED, STARVED], JobState.INFRA_ERROR, TestStatus.INFRA),
         ([ASLEEP], JobState.GRADED, TestStatus.ILE),
         # Between the limit of 4 s and the kill at 6 s a run is measured again, alone.
@@ -65,6 +71,57 @@ def test_what_a_run_says_about_the_program(facts, state, status):
     assert (report.state, report.results[0].status) == (state, status)
     assert (report.score is None) == (state is JobState.INFRA_ERROR)
     assert sandbox.facts == []
+
+
+ACCEPTED, CRASHED = (replace(RIGHT, stderr=b'["%s", ""]' % outcome) for outcome in (b"accepted", b"crashed"))
+
+
+@pytest.mark.parametrize(
+    ("facts", "state", "status"),
+    [
+        ([RIGHT, STARVED, RIGHT, ACCEPTED], JobState.GRADED, TestStatus.AC),
+        ([RIGHT, CRASHED, STARVED] * 3, JobState.INFRA_ERROR, TestStatus.INFRA),
+        ([RIGHT, CRASHED, ACCEPTED], JobState.GRADED, TestStatus.WA),
+        ([RIGHT, CRASHED, CRASHED], JobState.TASK_INVALID, None),
+    ],
+)
+def test_a_checker_that_had_no_core_refuses_nothing(facts, state, status):
+    sandbox = Scripted(*facts)
+    report = Grader(sandbox, Turns()).grade(Job("", (CheckerTest("", "", "1"),)))
+    assert report.state is state, report
+    assert [result.status for result in report.results] == ([status] if status else [])
+    assert sandbox.facts == []
+
+
+class Paired:
+    """A sandbox of two kinds of cells, first one for the program, then one for the asserts."""
+
+    name = "paired"
+
+    def __init__(self, program, asserts):
+        self.cells = [Scripted(*program), Scripted(*asserts)]
+
+    def open_cell(self):
+        return self.cells.pop(0)
+
+
+def test_a_program_is_not_idle_where_its_asserts_had_no_core():
+    job = Job("", (AssertTest("f", "assert f()"),))
+    report = Grader(Paired([ASLEEP] * 3, [STARVED] * 3), Turns()).grade(job)
+    assert (report.state, report.score) == (JobState.INFRA_ERROR, None)
+    report = Grader(Paired([ASLEEP], [replace(RIGHT, stderr=b'["lost", ""]')]), Turns()).grade(job)
+    assert [result.status for result in report.results] == [TestStatus.ILE]
+
+
+def test_all_tests_together_have_a_limit():
+    job = Job(JOB.source, JOB.tests * 4, score="share", total_cpu_seconds=1.0)
+    report = Grader(Scripted(*[replace(RIGHT, cpu_seconds=0.5)] * 2), Turns()).grade(job)
+    assert [result.status.value for result in report.results] == ["AC", "AC", "SKIPPED", "SKIPPED"]
+    assert (report.score, report.detail) == (0.5, "SKIPPED all tests together may use 1 s of CPU")
+    over = [replace(RIGHT, cpu_seconds=0.9), replace(RIGHT, cpu_seconds=0.5)]
+    report = Grader(Scripted(*over), Turns()).grade(replace(job, score="all"))
+    assert [result.status.value for result in report.results] == ["AC", "TLE", "SKIPPED", "SKIPPED"]
+    assert report.score == 0.0
 
 
 def test_a_fault_ends_a_job_even_where_another_test_passed():

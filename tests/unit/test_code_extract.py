@@ -1,5 +1,7 @@
 """Where the program stands in an answer."""
 
+import time
+
 import pytest
 from gppo_verifiers.code.extract import last_block
 
@@ -30,3 +32,14 @@ PYTHON = ("python", "py")
 )
 def test_the_last_block_that_may_be_the_program(text, program):
     assert last_block(text, PYTHON) == program
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["```" + "a" * 200_000 + "`", "```" + " " * 200_000 + "`", "~~~" + " a" * 100_000 + "`", "`" * 200_000 + "a`"],
+    ids=["word", "blanks", "words", "ticks"],
+)
+def test_a_long_line_is_read_in_linear_time(line):
+    began = time.process_time()
+    assert last_block(line, PYTHON) is None
+    assert time.process_time() - began < 5

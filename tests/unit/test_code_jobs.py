@@ -26,6 +26,7 @@ def test_a_payload_with_everything():
         "score": "share",
         "comparison": {"mode": "floats", "absolute": 1e-3},
         "cpu_seconds": 5,
+        "total_cpu_seconds": 30,
         "memory_bytes": 1 << 28,
     }
     job = job_of(payload, ANSWER, Limits())
@@ -36,7 +37,7 @@ def test_a_payload_with_everything():
         AssertTest("f", "assert f(1)"),
         CheckerTest("", "def check(): ...", "1"),
     )
-    assert (job.language, job.score) == ("python", "share")
+    assert (job.language, job.score, job.total_cpu_seconds) == ("python", "share", 30.0)
     assert job.comparison == Comparison("floats", 1e-3, 1e-6)
     assert job.limits == Limits(cpu_seconds=5.0, wall_seconds=20.0, memory_bytes=1 << 28)
 
@@ -55,6 +56,7 @@ def test_an_answer_without_a_program_has_no_job():
     ("payload", "message"),
     [
         ({"tests": [STDIN], "test": 1}, "no test"),
+        ({"tests": [STDIN], "total_cpu_seconds": 0}, "total_cpu_seconds must be > 0"),
         ({"tests": [STDIN], "language": "cobol"}, "no language 'cobol'"),
         ({"tests": [STDIN], "score": "some"}, "`all` or `share`"),
         ({"tests": [STDIN], "answer": "last"}, "`fenced` or `whole`"),

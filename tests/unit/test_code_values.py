@@ -1,9 +1,10 @@
 """Values between processes: everything comes back as it was, of built-in types, and nothing else gets through."""
 
+import contextlib
 import json
 
 import pytest
-from gppo_verifiers.code.harness.gppo_values import UnsupportedError, decode, encode
+from gppo_verifiers.code.harness.gppo_values import UnsupportedError, decode, decode_unbuilt, encode
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -122,3 +123,26 @@ def test_what_is_no_value_is_refused(line):
 
 def test_the_form_of_a_line():
     assert json.loads(encode({"a": (1, 2.5)})) == ["d", [["a", ["t", [1, 2.5]]]]]
+
+
+FORGED = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from("iltsdbc"),
+    lambda inner: st.lists(inner, max_size=4) | st.tuples(st.sampled_from("iltsdbc"), inner).map(list),
+    max_leaves=12,
+)
+
+
+@pytest.mark.parametrize("read", [decode, decode_unbuilt])
+@given(forged=FORGED)
+def test_whatever_a_program_sends_is_a_value_or_a_value_error(read, forged):
+    with contextlib.suppress(ValueError):
+        read(json.dumps(forged))
+
+
+@pytest.mark.parametrize("read", [decode, decode_unbuilt])
+@pytest.mark.parametrize(
+    "line", ['["c", [1' + "0" * 400 + ", 0]]", '["i", 5]', '[["l"], []]', '["s", 3]', '["d", [1]]']
+)
+def test_forged_values_are_refused(read, line):
+    with pytest.raises(ValueError, match="^not a value: "):
+        read(line)

@@ -85,7 +85,15 @@ def decide(number, arguments=(), architecture=AUDIT_ARCH_X86_64):
 
 def test_exactly_the_listed_calls_are_allowed_without_a_look_at_their_arguments():
     sockets = {seccomp.SOCKET, seccomp.SOCKETPAIR}
-    by_arguments = sockets | {seccomp.CLONE, seccomp.CLONE3, seccomp.IOCTL, seccomp.PRCTL, seccomp.PRLIMIT64}
+    by_arguments = sockets | {
+        seccomp.MMAP,
+        seccomp.MEMFD_CREATE,
+        seccomp.CLONE,
+        seccomp.CLONE3,
+        seccomp.IOCTL,
+        seccomp.PRCTL,
+        seccomp.PRLIMIT64,
+    }
     numbers = set(range(600)) - by_arguments
     assert {number for number in numbers if decide(number) == ALLOW} == set(ALLOWED.values())
 
@@ -118,6 +126,10 @@ def test_another_architecture_and_the_x32_numbers_are_no_way_round():
         (seccomp.CLONE, [0x10000000 | 17], ERROR | EPERM),
         (seccomp.CLONE, [0x40000000], ERROR | EPERM),
         (seccomp.CLONE3, [0], ERROR | ENOSYS),
+        (seccomp.MMAP, [0, 4096, 3, 0x22], ALLOW),
+        (seccomp.MMAP, [0, 1 << 21, 3, 0x40022], ERROR | EPERM),  # huge pages, which no limit counts
+        (seccomp.MEMFD_CREATE, [0, 3], ALLOW),
+        (seccomp.MEMFD_CREATE, [0, 4], ERROR | EPERM),
         (seccomp.SOCKET, [1], ALLOW),
         (seccomp.SOCKET, [2], ERROR | EPERM),  # IPv4
         (seccomp.SOCKET, [10], ERROR | EPERM),  # IPv6

@@ -2,8 +2,8 @@
 
 import json
 import os
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -81,14 +81,18 @@ class Grader:
         results: list[TestResult] = []
         try:
             for test in job.tests:
-                results.append(self._settled(test, built, job.comparison))
+                left = job.total_cpu_seconds - sum(result.cpu_seconds for result in results)
+                if left <= 0:
+                    break
+                results.append(self._settled(test, _with_at_most(built, left), job.comparison))
                 if results[-1].status is TestStatus.INFRA:
                     break
                 if job.score == "all" and results[-1].status is not TestStatus.AC:
                     break
         except TaskInvalidError as error:
             return Report(JobState.TASK_INVALID, None, tuple(results), f"test {len(results) + 1}: {error}")
-        results += [TestResult(TestStatus.SKIPPED)] * (len(job.tests) - len(results))
+        reason = f"all tests together may use {job.total_cpu_seconds:g} s of CPU" if left <= 0 else ""
+        results += [TestResult(TestStatus.SKIPPED, reason)] * (len(job.tests) - len(results))
         return _report(job, results)
 
     def _build(self, language: Language, job: Job) -> Built | TestResult:
@@ -113,16 +117,23 @@ class Grader:
         """One test's result, run again where the first run says too little."""
         for _ in range(ATTEMPTS):
             with self._turns.shared():
-                result = self._run(test, built, comparison)
+                result = self._tried(test, built, comparison)
             if result.status is not TestStatus.INFRA:
                 break
         limit = built.limits.cpu_seconds
         if result.status is TestStatus.AC and result.cpu_seconds > limit:
             with self._turns.alone():
-                result = self._run(test, built, comparison)
+                result = self._tried(test, built, comparison)
         if result.status is TestStatus.AC and result.cpu_seconds > limit:
             return replace(result, status=TestStatus.TLE, detail=f"more than {limit:g} s of CPU")
         return result
+
+    def _tried(self, test: Test, built: Built, comparison: Comparison) -> TestResult:
+        """One run. What fails in this process, for want of descriptors, memory or room, is no verdict."""
+        try:
+            return self._run(test, built, comparison)
+        except (OSError, MemoryError, RuntimeError) as error:
+            return TestResult(TestStatus.INFRA, f"the judge failed: {type(error).__name__}: {error}")
 
     def _run(self, test: Test, built: Built, comparison: Comparison) -> TestResult:
         match test:
@@ -148,15 +159,17 @@ class Grader:
     def _check(self, test: CheckerTest, printed: str) -> TestStatus:
         """A checker that fails on an output and accepts the expected one has met a malformed output."""
         outcome = self._checked(test, printed)
-        if outcome == "crashed" and self._checked(test, test.expected) != "accepted":
-            raise TaskInvalidError("its checker does not accept the expected output")
+        if outcome == "crashed" and (again := self._checked(test, test.expected)) != "accepted":
+            if again != "infra":
+                raise TaskInvalidError("its checker does not accept the expected output")
+            outcome = again
         return {"accepted": TestStatus.AC, "infra": TestStatus.INFRA}.get(outcome, TestStatus.WA)
 
     def _checked(self, test: CheckerTest, printed: str) -> str:
         task = {"stdin": test.stdin, "stdout": printed, "expected": test.expected, "checker": test.checker}
         files = {"checker.py": HARNESS["checker.py"], "task.json": json.dumps(task).encode()}
         facts = self._examiner.run(Program((PYTHON, "checker.py"), files, limits=EXAMINER_LIMITS))
-        if facts.end is End.FAULT:
+        if _failure(facts, EXAMINER_LIMITS.cpu_seconds) is TestStatus.INFRA:
             return "infra"
         return _outcome(facts)[0] or "crashed"
 
@@ -173,13 +186,13 @@ class Grader:
         if failure is not None:
             return _result(failure, facts)
         try:
-            kind, *content = gppo_values.decode(facts.stdout)
+            kind, *content = gppo_values.decode_unbuilt(facts.stdout)
         except (ValueError, TypeError):
             return _result(_bad_end(facts) or (TestStatus.WA if facts.stdout else TestStatus.RE), facts)
         if kind == "raised":
-            return _result(TestStatus.RE, facts, ": ".join(map(str, content)))
+            return _result(TestStatus.RE, facts, _words(content))
         if kind != "value" or len(content) != 1:
-            return _result(TestStatus.WA, facts, ": ".join(map(str, content)))
+            return _result(TestStatus.WA, facts, _words(content))
         right = any(same_value(expected, content[0], comparison) for expected in _wanted(test.expected))
         return _result(_ac_if(right), facts)
 
@@ -189,7 +202,12 @@ class Grader:
         names = ("examiner.py", "gppo_values.py")
         files = {name: HARNESS[name] for name in names} | {"task.json": json.dumps(task).encode()}
         requests_out, requests_in = os.pipe()
-        replies_out, replies_in = os.pipe()
+        try:
+            replies_out, replies_in = os.pipe()
+        except OSError:
+            os.close(requests_out)
+            os.close(requests_in)
+            raise
         examiner = Program((PYTHON, "examiner.py"), files, replies_out, requests_in, EXAMINER_LIMITS)
         candidate = Program(
             (PYTHON, "candidate.py"),
@@ -205,6 +223,8 @@ class Grader:
             raise TaskInvalidError(f"its asserts do not load: {detail}")
         if seen.end is End.FAULT:
             return _result(TestStatus.INFRA, facts, seen.fault)
+        if failure is TestStatus.ILE and _starved(seen):
+            return _result(TestStatus.INFRA, facts, "the machine was too busy for the asserts")
         if failure is not None:
             return _result(failure, facts)
         if outcome == "passed":
@@ -217,12 +237,14 @@ class Grader:
 
 def _both(first: Cell, one: Program, second: Cell, other: Program) -> tuple[Facts, Facts]:
     """Run two programs at once, each in its cell."""
-    others: list[Facts] = []
-    thread = threading.Thread(target=lambda: others.append(second.run(other)))
-    thread.start()
-    facts = first.run(one)
-    thread.join()
-    return facts, others[0]
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(second.run, other)
+        facts = first.run(one)
+        return facts, running.result()
+
+
+def _with_at_most(built: Built, cpu_seconds: float) -> Built:
+    return replace(built, limits=replace(built.limits, cpu_seconds=min(built.limits.cpu_seconds, cpu_seconds)))
 
 
 def _with_grace(limits: Limits) -> Limits:
@@ -243,7 +265,7 @@ def _failure(facts: Facts, cpu_limit: float) -> TestStatus | None:
             return TestStatus.OLE
         case End.CPU_LIMIT:
             return TestStatus.TLE
-        case End.WALL_LIMIT if facts.waited_seconds > facts.wall_seconds / 2:
+        case End.WALL_LIMIT if _starved(facts):
             # No program gets here by itself: while its threads wait for one another's cores they use CPU time, whose
             # limit is a quarter of the wall time.
             return TestStatus.INFRA
@@ -252,6 +274,10 @@ def _failure(facts: Facts, cpu_limit: float) -> TestStatus | None:
     if facts.out_of_memory:
         return TestStatus.MLE
     return TestStatus.TLE if facts.cpu_seconds > cpu_limit else None
+
+
+def _starved(facts: Facts) -> bool:
+    return facts.waited_seconds > facts.wall_seconds / 2
 
 
 def _bad_end(facts: Facts) -> TestStatus | None:
@@ -265,6 +291,11 @@ def _outcome(facts: Facts) -> tuple[str, str]:
     except (ValueError, TypeError):
         return "", ""
     return str(outcome), str(detail)
+
+
+def _words(content: Sequence[Any]) -> str:
+    """What of a reply is text; all that a program that keeps the rules sends here is."""
+    return ": ".join(part for part in content if isinstance(part, str))
 
 
 def _wanted(expected: Any) -> list[Any]:

@@ -8,11 +8,12 @@ A payload is plain data:
                {"kind": "checker", "stdin": "", "checker": "def check(stdin, stdout, expected): ...", "expected": ""}],
      "language": "python", "answer": "fenced", "score": "all",
      "comparison": {"mode": "lines", "absolute": 1e-6, "relative": 1e-6},
-     "cpu_seconds": 4.0, "memory_bytes": 536870912}
+     "cpu_seconds": 4.0, "total_cpu_seconds": 60.0, "memory_bytes": 536870912}
 
 Only `tests` must be there.
 """
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, get_args
@@ -29,7 +30,9 @@ KINDS: Mapping[str, type[Test]] = {
     "assert": AssertTest,
     "checker": CheckerTest,
 }
-KEYS = frozenset({"tests", "language", "answer", "score", "comparison", "cpu_seconds", "memory_bytes"})
+KEYS = frozenset(
+    {"tests", "language", "answer", "score", "comparison", "cpu_seconds", "total_cpu_seconds", "memory_bytes"}
+)
 WALL_PER_CPU, LEAST_WALL_SECONDS = 4.0, 10.0
 
 
@@ -53,7 +56,8 @@ def job_of(
     source = _program(payload.get("answer", "fenced"), text, language)
     if source is None:
         return None
-    return Job(source, tests, language, _comparison(payload.get("comparison", {})), _limits(payload, limits), score)
+    comparison, total = _comparison(payload.get("comparison", {})), float(payload.get("total_cpu_seconds", math.inf))
+    return Job(source, tests, language, comparison, _limits(payload, limits), score, total)
 
 
 def wall_seconds(cpu_seconds: float) -> float:

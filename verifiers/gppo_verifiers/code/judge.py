@@ -18,6 +18,9 @@ STATUSES = {
     JobState.TASK_INVALID: Status.CRASH,
 }
 
+UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
+"""What reading a payload may raise, which may be anything."""
+
 
 class CodeJudge:
     """Implements `Judge`, and takes the sandbox over. Each worker has two cells, for a program and for its examiner.
@@ -62,7 +65,7 @@ class CodeJudge:
     def _judge_one(self, answer: Answer) -> Verdict:
         try:
             job = job_of(answer.task.payload, answer.text, self._limits, self._languages)
-        except (ValueError, TypeError, AttributeError) as error:  # a payload may be anything
+        except UNREADABLE as error:
             return Verdict(None, Status.CRASH, f"the task cannot be judged: {error}")
         if job is None:
             return Verdict(0.0, Status.UNPARSABLE, "no program found")

@@ -1,5 +1,6 @@
 """A program to judge, the tests it is judged by, and what came of it."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -105,7 +106,8 @@ class Job:
     """One program and its tests.
 
     language: a name in `languages.LANGUAGES`. score: `all` is 1 if every test is accepted and 0 otherwise, and stops
-    at the first that is not; `share` is the share of accepted tests.
+    at the first that is not; `share` is the share of accepted tests. total_cpu_seconds: of all tests together; the
+    test that comes to it has only what is left, and those after it are skipped, which is not accepted.
     """
 
     source: str
@@ -114,6 +116,11 @@ class Job:
     comparison: Comparison = field(default_factory=Comparison)
     limits: Limits = field(default_factory=Limits)
     score: Literal["all", "share"] = "all"
+    total_cpu_seconds: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not self.total_cpu_seconds > 0:
+            raise ValueError(f"total_cpu_seconds must be > 0, got {self.total_cpu_seconds}")
 
 
 class JobState(Enum):

@@ -26,14 +26,14 @@ ALLOWED: Mapping[str, int] = {
     263, "symlink": 88, "symlinkat": 266, "readlink": 89, "readlinkat": 267, "chmod": 90, "fchmod": 91, "fchmodat":
     268, "umask": 95, "utime": 132, "utimes": 235, "utimensat": 280, "futimesat": 261, "fadvise64": 221, "readahead":
     187, "sendfile": 40, "copy_file_range": 326, "getxattr": 191, "lgetxattr": 192, "fgetxattr": 193, "listxattr":
-    194, "llistxattr": 195, "flistxattr": 196, "memfd_create": 319,
+    194, "llistxattr": 195, "flistxattr": 196, 
     # waiting
     "select": 23, "pselect6": 270, "poll": 7, "ppoll": 271, "epoll_create": 213, "epoll_create1": 291, "epoll_ctl":
     233, "epoll_wait": 232, "epoll_pwait": 281, "epoll_pwait2": 441, "eventfd": 284, "eventfd2": 290, "signalfd": 282,
     "signalfd4": 289, "timerfd_create": 283, "timerfd_settime": 286, "timerfd_gettime": 287, "nanosleep": 35,
     "clock_nanosleep": 230, "pause": 34,
     # memory
-    "mmap": 9, "mprotect": 10, "munmap": 11, "mremap": 25, "madvise": 28, "brk": 12, "mincore": 27, "msync": 26,
+    "mprotect": 10, "munmap": 11, "mremap": 25, "madvise": 28, "brk": 12, "mincore": 27, "msync": 26,
     "mlock": 149, "mlock2": 325, "munlock": 150, "mlockall": 151, "munlockall": 152, "membarrier": 324,
     # processes
     "fork": 57, "vfork": 58, "execve": 59, "execveat": 322, "exit": 60, "exit_group": 231, "wait4": 61, "waitid": 247,
@@ -61,6 +61,9 @@ ALLOWED: Mapping[str, int] = {
 CLONE, CLONE3, SOCKET, SOCKETPAIR, IOCTL, PRCTL, PRLIMIT64 = 56, 435, 41, 53, 16, 157, 302
 NEW_NAMESPACES = 0x7E020000 | 0x00000080
 """Every CLONE_NEW... flag: time, mount, cgroup, UTS, IPC, user, process, network."""
+MMAP, MEMFD_CREATE = 9, 319
+MAP_HUGETLB, MFD_HUGETLB = 0x40000, 0x4
+"""Such pages do not count as a control group's memory."""
 LAST_KNOWN = 462
 """Calls above this number are newer than the list; programs are told that the kernel does not have them."""
 AF_UNIX = 1
@@ -107,11 +110,9 @@ def steps() -> list[Step]:
         *_argument_is(IOCTL, 1, IOCTLS, ENOTTY),
         *_argument_is(PRCTL, 0, PRCTLS, EPERM),
         *_argument_is(PRLIMIT64, 0, (0,), EPERM),  # its own limits, not those of its supervisor
-        Step(EQUAL, CLONE, no=4),
-        Step(LOAD, ARGUMENTS_OFFSET),
-        Step(ANY_BIT, NEW_NAMESPACES, no=1),
-        Step(RETURN, ERROR | EPERM),
-        Step(RETURN, ALLOW),
+        *_argument_lacks(CLONE, 0, NEW_NAMESPACES),
+        *_argument_lacks(MMAP, 3, MAP_HUGETLB),
+        *_argument_lacks(MEMFD_CREATE, 1, MFD_HUGETLB),
         Step(EQUAL, CLONE3, no=1),
         Step(RETURN, ERROR | ENOSYS),  # its flags lie in memory, which a filter cannot read; libc then uses clone
         *(step for first, last in _ranges(ALLOWED.values()) for step in _between(first, last)),
@@ -130,6 +131,15 @@ def _argument_is(number: int, argument: int, values: Iterable[int], error: int) 
         yield Step(EQUAL, value, no=1)
         yield Step(RETURN, ALLOW)
     yield Step(RETURN, ERROR | error)
+
+
+def _argument_lacks(number: int, argument: int, bits: int) -> Iterator[Step]:
+    """Allow call `number` where the low half of its argument has none of `bits`."""
+    yield Step(EQUAL, number, no=4)
+    yield Step(LOAD, ARGUMENTS_OFFSET + 8 * argument)
+    yield Step(ANY_BIT, bits, no=1)
+    yield Step(RETURN, ERROR | EPERM)
+    yield Step(RETURN, ALLOW)
 
 
 def _between(first: int, last: int) -> Iterator[Step]:

@@ -60,9 +60,12 @@ class Function:
 
 
 def raised(name: str, message: str) -> Exception:
-    """The exception that the program raised, where it is a built-in one."""
+    """The exception that the program raised, where it is a built-in one.
+
+    Not what ends a loop: `all(map(function, inputs))` would take it for the end of the inputs.
+    """
     kind = getattr(builtins, name, None)
-    if isinstance(kind, type) and issubclass(kind, Exception):
+    if isinstance(kind, type) and issubclass(kind, Exception) and kind not in (StopIteration, StopAsyncIteration):
         try:
             return kind(message)
         except TypeError:  # the few that need more than a message

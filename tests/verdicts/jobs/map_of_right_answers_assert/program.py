@@ -1,0 +1,2 @@
+def f(number):
+    return number > 0
