@@ -31,7 +31,8 @@ ATTEMPTS = 3
 """How often a test is run whose run says nothing about the program."""
 GRACE = 1.5
 """A program may run on for this many times its CPU limit. One that ends in between is measured again, alone."""
-EXAMINER_LIMITS = Limits(cpu_seconds=30.0, wall_seconds=120.0)
+EXAMINER_LIMITS = Limits(cpu_seconds=30.0, wall_seconds=120.0, memory_bytes=1 << 30, file_bytes=128 << 20)
+"""What a program printed is one of its files, six times as long where it prints what JSON has to escape."""
 HARNESS = {
     path.name: path.read_bytes() for path in Path(__file__).with_name("harness").glob("*.py") if path.stem != "__init__"
 }
@@ -111,6 +112,8 @@ class Grader:
             return _result(TestStatus.INFRA, facts, facts.fault or "the machine was too busy to compile")
         if facts.end is not End.FINISHED or facts.exit_code != 0:
             return _result(TestStatus.CE, facts, facts.stderr[:500].decode("utf-8", "replace"))
+        if len(facts.stdout) > job.limits.file_bytes:
+            return _result(TestStatus.CE, facts, f"the executable is larger than {job.limits.file_bytes} bytes")
         return Built(language, {BINARY: facts.stdout}, job.limits)
 
     def _settled(self, test: Test, built: Built, comparison: Comparison) -> TestResult:
@@ -204,7 +207,7 @@ class Grader:
         requests_out, requests_in = os.pipe()
         try:
             replies_out, replies_in = os.pipe()
-        except OSError:
+        except BaseException:
             os.close(requests_out)
             os.close(requests_in)
             raise
@@ -231,8 +234,8 @@ class Grader:
             return _result(TestStatus.AC, facts)
         if outcome == "lost":
             return _result(TestStatus.RE, facts, "it ended before it answered")
-        status = _failure(seen, EXAMINER_LIMITS.cpu_seconds) or TestStatus.WA
-        return _result(status, facts, detail)
+        status = _failure(seen, EXAMINER_LIMITS.cpu_seconds) or (TestStatus.WA if outcome else TestStatus.INFRA)
+        return _result(status, facts, detail or ("" if outcome else "the asserts' process ended without a report"))
 
 
 def _both(first: Cell, one: Program, second: Cell, other: Program) -> tuple[Facts, Facts]:

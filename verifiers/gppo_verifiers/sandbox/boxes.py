@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -48,7 +49,8 @@ class BoxCell:
     def run(self, program: Program) -> Facts:
         facts = run_watched(program, self._hierarchy, lambda: self._open(program.limits), self._launcher.uid)
         if facts.end is End.FAULT:
-            self._launcher.clean_up()
+            with suppress(OSError, subprocess.SubprocessError):  # the run has failed, and its fault is told already
+                self._launcher.clean_up()
         return facts
 
     def close(self) -> None:

@@ -49,25 +49,25 @@ def run_watched(program: Program, hierarchy: Hierarchy, open_runner: Callable[[]
     try:
         runner = open_runner()
         group = hierarchy.create(program.limits)
-    except (OSError, IsolationError) as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, it says nothing about the program
         for descriptor in (program.stdin, program.stdout):
             if isinstance(descriptor, int):
                 os.close(descriptor)
         if runner is not None:
             runner.finish(failed=True)
-        return _fault(f"no run can be started: {error}")
+        return _fault(f"no run can be started: {_told(error)}")
     facts = _fault("the run was not begun")
     try:
         facts = Watch(program, group, runner, uid).run()
-    except OSError as error:
-        facts = _fault(f"the run cannot be watched: {error}")
+    except Exception as error:  # noqa: BLE001 - the same
+        facts = _fault(f"the run cannot be watched: {_told(error)}")
     finally:
         if facts.end is End.FAULT and (complaint := runner.complaint()):
             facts = _fault(f"{facts.fault} ({complaint})")
         try:
             group.remove()
-        except OSError as error:
-            facts = _fault(f"what ran cannot be removed: {error}")
+        except Exception as error:  # noqa: BLE001 - the same
+            facts = _fault(f"what ran cannot be removed: {_told(error)}")
         runner.finish(facts.end is End.FAULT)
     return facts
 
@@ -220,6 +220,10 @@ class Watch:
         if len(kept) > self._limits.output_bytes:
             del kept[self._limits.output_bytes :]
             self._end = self._end or End.OUTPUT_LIMIT
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, OSError | IsolationError) else f"{type(error).__name__}: {error}"
 
 
 def _fault(reason: str) -> Facts:

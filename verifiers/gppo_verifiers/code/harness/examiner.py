@@ -32,8 +32,21 @@ class Function:
 
     def __init__(self, name: str, requests: int, replies: Any) -> None:
         self._name, self._requests, self._replies = name, requests, replies
+        self._broken: BaseException | None = None
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        try:
+            return self._call(arguments, keywords)
+        except (LostError, BrokenRulesError) as error:
+            self._broken = self._broken or error
+            raise
+
+    def check(self) -> None:
+        """Raises what a test may have caught that catches everything."""
+        if self._broken is not None:
+            raise self._broken
+
+    def _call(self, arguments: Any, keywords: Any) -> Any:
         self._send(gppo_values.encode((self._name, arguments, keywords)).encode() + b"\n")
         line = self._replies.readline(MAX_REPLY_BYTES)
         if not line.endswith(b"\n"):
@@ -91,9 +104,10 @@ def main() -> None:
         exec(compile(task["setup"], "setup", "exec"), space)
     except BaseException as error:  # noqa: BLE001 - whatever it is, it is the task's fault
         report("invalid", f"{type(error).__name__}: {error}")
-    space[task["function"]] = Function(task["function"], requests, replies)
+    function = space[task["function"]] = Function(task["function"], requests, replies)
     try:
         exec(code, space)
+        function.check()
     except LostError:
         report("lost")
     except BrokenRulesError as error:

@@ -1,0 +1,2 @@
+def f(numbers):
+    raise __import__("asyncio").CancelledError
